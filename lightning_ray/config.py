@@ -1,0 +1,258 @@
+"""All settings, one class a part. A run is described by one YAML file and dotted overrides on the command line.
+
+    Config.load("jobs/quickstart.yaml", ["--learner.lr", "1e-4"])
+
+Bad input raises `ConfigError`, whose message names the field, the value and the remedy. Nothing here starts,
+imports or touches anything expensive.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+
+from lightning_ray.trajectory.advantages import AdvantageName
+
+
+class ConfigError(ValueError):
+    """Bad input. The message is complete: field, value, remedy."""
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class RunConfig(Part):
+    dir: Path = Path("runs")
+    """Where runs are written; each run gets a directory of its own below it."""
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    steps: int = Field(default=100, ge=1)
+    """Policy updates."""
+    seed: int = 0
+    checkpoint_every: int = Field(default=20, ge=1)
+    """Steps between checkpoints; the last step always makes one."""
+    checkpoints_kept: int = Field(default=2, ge=1)
+    logprob_gap_limit: float = Field(default=0.2, gt=0)
+    """The run stops when learner and generator disagree by more than this (mean |Δ log-prob| of a step)."""
+
+
+class WarmStartConfig(Part):
+    """A tiny policy made on the spot: random weights, a tokenizer of its own, then supervised warm-up on
+    demonstrations whose choice is random, so that the format is known and the answer is not."""
+
+    hidden_size: int = Field(default=128, ge=32)
+    layers: int = Field(default=4, ge=1)
+    heads: int = Field(default=4, ge=1)
+    steps: int = Field(default=600, ge=0)
+    batch_size: int = Field(default=64, ge=1)
+    lr: float = Field(default=2e-3, gt=0)
+    seed: int = 0
+    cache: Path = Path("~/.cache/lightning_ray/policies")
+    """Warm-started policies are kept here, by the hash of everything that made them."""
+
+
+class PolicyConfig(Part):
+    path: Path | None = None
+    """Model directory in Hugging Face format, with a tokenizer that has a chat template."""
+    warm_start: WarmStartConfig | None = None
+    """Make a tiny policy instead of loading one."""
+    name: str = "policy"
+    """The model name that harnesses use."""
+    chat_template: Path | None = None
+    """A chat template file, where the tokenizer has none or another is wanted."""
+    tool_parser: str | None = None
+    """Name of a vLLM tool-call parser (`hermes`, `qwen3_coder`, ...)."""
+    reasoning_parser: str | None = None
+    """Name of a vLLM reasoning parser (`qwen3`, ...)."""
+    max_context: int = Field(default=2048, ge=64)
+    """Tokens, prompt and answer together."""
+
+    @model_validator(mode="after")
+    def one_origin(self) -> Self:
+        if (self.path is None) == (self.warm_start is None):
+            raise ValueError("give exactly one of policy.path and policy.warm_start")
+        return self
+
+
+class TasksConfig(Part):
+    source: str = "one_line_bugs"
+    """`one_line_bugs` (generated), or a JSONL or Parquet file in SWE-smith's schema."""
+    heldout_source: Path | None = None
+    """A file of held-out tasks, for file sources."""
+    train: int = Field(default=2000, ge=1)
+    """How many tasks to train on (generated sources), or at most this many (files)."""
+    heldout: int = Field(default=200, ge=0)
+    seed: int = 0
+
+
+class HarnessConfig(Part):
+    kind: Literal["python", "command"] = "python"
+    entry: str = "lightning_ray.harness.mini_swe_agent:run"
+    """Python harness: `module:function`, called in a warm worker process."""
+    command: list[str] = []
+    """Command harness: the program and its arguments, run in the sandbox. `{task}`, `{base_url}`, `{model}` are filled in."""
+    env: dict[str, str] = {}
+    """Command harness: more environment variables; the same placeholders are filled in."""
+    files: dict[str, str] = {}
+    """Command harness: files written (outside the workspace's diff) before it starts: absolute path -> content."""
+    mounts: dict[str, str] = {}
+    """Host path -> path inside: read-only, for the harness's own installation."""
+    settings: dict[str, Any] = {}
+    """Handed to a Python harness as they are (mini-SWE-agent: its own config)."""
+    timeout_s: float = Field(default=120, gt=0)
+    """The agent's clock; it starts when the sandbox is ready."""
+    workers: int = Field(default=2, ge=1)
+    """Warm worker processes of each runner (Python harness)."""
+    max_calls: int = Field(default=100, ge=1)
+    """Model calls of one rollout; more end it."""
+
+
+class SandboxConfig(Part):
+    backend: Literal["bubblewrap", "container", "kubernetes"] = "bubblewrap"
+    memory_mb: int = Field(default=1024, ge=16)
+    processes: int = Field(default=128, ge=4)
+    cpus: float = Field(default=1.0, gt=0)
+    disk_mb: int = Field(default=512, ge=1)
+    output_bytes: int = Field(default=1_000_000, ge=1000)
+    command_timeout_s: float = Field(default=30, gt=0)
+    allow_unsafe: bool = False
+    """Run without the isolation that this machine cannot give. Never needed where user namespaces work."""
+
+
+class RewardConfig(Part):
+    timeout_s: float = Field(default=60, gt=0)
+    on_suspicion: Literal["zero", "flag"] = "zero"
+
+
+class RunnersConfig(Part):
+    count: int = Field(default=1, ge=1)
+    """Runner actors (one or a few per CPU node), each with a proxy beside it."""
+    rollouts: int = Field(default=64, ge=1)
+    """Rollouts that one runner holds at once."""
+    grading: int = Field(default=4, ge=1)
+    """Rollouts that one runner grades at once."""
+    infra_retries: int = Field(default=2, ge=0)
+    """How often a rollout that failed for reasons of ours is run again."""
+
+
+class SamplingConfig(Part):
+    temperature: float = Field(default=1.0, gt=0)
+    max_tokens: int = Field(default=512, ge=1)
+    """Most tokens of one answer; a harness may ask for fewer."""
+
+
+class ProxyConfig(Part):
+    port: int = Field(default=0, ge=0, le=65535)
+    """TCP port on the loopback; 0 takes a free one."""
+    keepalive_s: float = Field(default=15, gt=0)
+    max_body_mb: int = Field(default=32, ge=1)
+    max_concurrent_calls: int = Field(default=64, ge=1)
+    """Requests that one rollout may have open at once."""
+    journal: bool = True
+    """Write calls to disk as they are recorded, so that a restarted proxy still knows them."""
+
+
+class GeneratorConfig(Part):
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    replicas: int = Field(default=1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1)
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    kv_cache_gib: int = Field(default=1, ge=1)
+    """KV cache on the CPU."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    enforce_eager: bool = True
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the engine."""
+    extra: dict[str, Any] = {}
+    """More `AsyncEngineArgs`, by vLLM's own names."""
+
+
+class LearnerConfig(Part):
+    ranks: int = Field(default=1, ge=1)
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    offload_optimizer: bool = False
+    offload_params: bool = False
+    gradient_checkpointing: bool = False
+    lr: float = Field(default=1e-6, gt=0)
+    warmup_steps: int = Field(default=5, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    micro_batch_tokens: int = Field(default=8192, ge=64)
+    """Padded tokens of one micro-batch."""
+    updates_per_step: int = Field(default=1, ge=1)
+    """Optimizer steps over the samples of one step (the samples are split, not repeated)."""
+    threads: int = Field(default=2, ge=1)
+    """CPU threads of each rank."""
+
+
+class AlgorithmConfig(Part):
+    advantage: AdvantageName = "grpo"
+    loss: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    normalise: Literal["rollout", "token", "sample"] = "rollout"
+    tis_cap: float | None = Field(default=2.0, gt=0)
+    """Truncated importance sampling against the behaviour log-probs; null turns it off."""
+
+
+class ScheduleConfig(Part):
+    group_size: int = Field(default=8, ge=2)
+    groups_per_step: int = Field(default=8, ge=1)
+    groups_in_flight: int = Field(default=8, ge=1)
+    """Equal to groups_per_step: synchronous. More: unfinished groups carry over."""
+    max_staleness: int = Field(default=2, ge=0)
+    """Policy versions between the oldest token of a group and the learner; older groups are dropped whole."""
+
+    @model_validator(mode="after")
+    def enough_in_flight(self) -> Self:
+        if self.groups_in_flight < self.groups_per_step:
+            raise ValueError(
+                f"schedule.groups_in_flight ({self.groups_in_flight}) must be at least "
+                f"schedule.groups_per_step ({self.groups_per_step}), or no step ever fills"
+            )
+        return self
+
+
+class EvaluationConfig(Part):
+    every: int = Field(default=0, ge=0)
+    """Steps between held-out evaluations; 0: only before and after."""
+    temperature: float = Field(default=1.0, ge=0)
+    tasks: int | None = Field(default=None, ge=1)
+    """Held-out tasks of the evaluations in between; null: all. Before and after always take all."""
+
+
+class RayConfig(Part):
+    address: str | None = None
+    """An existing cluster (`auto`, `ray://host:port`); null: the cluster that this job runs in, else a local one."""
+    object_store_gib: float = Field(default=0.5, gt=0)
+    """Object store of a local cluster."""
+
+
+class Config(BaseSettings):
+    """Everything that one run needs to know."""
+
+    model_config = SettingsConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    run: RunConfig = RunConfig()
+    policy: PolicyConfig = Field(default_factory=lambda: PolicyConfig(warm_start=WarmStartConfig()))
+    tasks: TasksConfig = TasksConfig()
+    harness: HarnessConfig = HarnessConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    reward: RewardConfig = RewardConfig()
+    runners: RunnersConfig = RunnersConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    proxy: ProxyConfig = ProxyConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    learner: LearnerConfig = LearnerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    ray: RayConfig = RayConfig()

@@ -1,0 +1,71 @@
+"""What a task is, and what a source of tasks gives.
+
+A `Task` follows SWE-smith's instance schema (`instance_id, repo, problem_statement, patch, FAIL_TO_PASS,
+PASS_TO_PASS, image_name`; `patch` is the *bug*, the solution is its reverse) and adds where the workspace comes
+from and how it is graded. What the agent may see is `problem_statement` and the workspace, nothing else.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lightning_ray.sandbox.base import Sandbox
+
+
+class Task(BaseModel):
+    """One item of a data set."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    instance_id: str = Field(min_length=1)
+    repo: str = ""
+    problem_statement: str = Field(min_length=1)
+    patch: str = ""
+    """The bug, as a patch: the solution is its reverse."""
+    FAIL_TO_PASS: list[str] = []
+    PASS_TO_PASS: list[str] = []
+    image_name: str = ""
+    """Container image, for the container and kubernetes sandboxes."""
+    files: dict[str, str] = {}
+    """The workspace's files by relative path, for tasks that carry their own checkout (small ones)."""
+    directory: str = ""
+    """A prepared checkout on disk, for tasks that do not carry theirs."""
+    grader: Literal["cases", "swe", "command", "function"] = "cases"
+    """`cases`: function calls whose results are compared outside; `swe`: FAIL_TO_PASS and PASS_TO_PASS by a test
+    runner; `command`: exit status; `function`: a Python function of the user's."""
+    grading: dict[str, Any] = {}
+    """What the grader needs and the agent must never see: cases, test files, commands."""
+
+
+class Grade(BaseModel):
+    """The verdict on one patch, reached where the agent never was."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    passed: bool
+    reward: float
+    reason: str
+    """`passed`, or why not: `empty_patch`, `patch_rejected`, `tests_failed: ...`, `timeout`, ..."""
+    suspicions: list[str] = []
+    report: dict[str, Any] = {}
+
+
+class TaskSplits(BaseModel):
+    """Tasks to train on and tasks held out. They share no instance."""
+
+    train: list[Task]
+    heldout: list[Task]
+
+
+class Grader(Protocol):
+    """Computes a reward from a patch, in a fresh sandbox over a pristine workspace."""
+
+    async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade: ...
+
+
+class Workspaces(Protocol):
+    """Prepared checkouts by task, made once and shared read-only by all rollouts of the task."""
+
+    def prepare(self, task: Task) -> Path:
+        """A directory with a git checkout of exactly one commit: no history, no remotes, neutral dates."""
