@@ -11,12 +11,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from lightning_ray.trajectory.advantages import AdvantageName
 
@@ -97,7 +97,8 @@ class HarnessConfig(Part):
     entry: str = "lightning_ray.harness.mini_swe_agent:run"
     """Python harness: `module:function`, called in a warm worker process."""
     command: list[str] = []
-    """Command harness: the program and its arguments, run in the sandbox. `{task}`, `{base_url}`, `{model}` are filled in."""
+    """Command harness: the program and its arguments, run in the sandbox; `{task}`, `{base_url}` and `{model}` are
+    filled in."""
     env: dict[str, str] = {}
     """Command harness: more environment variables; the same placeholders are filled in."""
     files: dict[str, str] = {}
@@ -236,10 +237,8 @@ class RayConfig(Part):
     """Object store of a local cluster."""
 
 
-class Config(BaseSettings):
-    """Everything that one run needs to know."""
-
-    model_config = SettingsConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+class Config(Part):
+    """Everything that one run needs to know. The environment never changes a run."""
 
     run: RunConfig = RunConfig()
     policy: PolicyConfig = Field(default_factory=lambda: PolicyConfig(warm_start=WarmStartConfig()))
@@ -256,3 +255,108 @@ class Config(BaseSettings):
     schedule: ScheduleConfig = ScheduleConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     ray: RayConfig = RayConfig()
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
+        """Reads a YAML file and applies `--part.field value` overrides. Raises `ConfigError`."""
+        settings = _merged(_read_yaml(Path(path)), _parse_overrides(cls, overrides))
+        return cls.build(settings)
+
+    @classmethod
+    def build(cls, settings: dict[str, Any]) -> Self:
+        """Validates plain data. Raises `ConfigError` with every fault named at once."""
+        try:
+            return cls(**settings)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(cls, item) for item in error.errors())) from None
+
+    def to_yaml(self) -> str:
+        """The resolved configuration, as it is kept in the run directory."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def digest(self) -> str:
+        """SHA-256 over everything that decides what is learned: all but where the run lies and how Ray is reached."""
+        content = self.model_dump(mode="json", exclude={"ray": True, "run": {"dir", "name"}})
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"config: there is no file {path}. Give a YAML file, as jobs/quickstart.yaml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: {path} cannot be read ({error}). Give a readable YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config: {path} is not valid YAML. Mend it at the place named here: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"config: {path} holds a {type(content).__name__}. It must be a mapping of parts, as `run:`")
+    return content
+
+
+def _parse_overrides(settings: type[Config], overrides: Sequence[str]) -> dict[str, Any]:
+    """`--part.field value` or `--part.field=value`; values are YAML, so that lists, null and numbers work."""
+    result: dict[str, Any] = {}
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or "." not in word:
+            raise ConfigError(f"command line: {word!r} is not understood. Overrides are written --part.field value")
+        name, equals, text = word[2:].partition("=")
+        if not equals:
+            if not words:
+                raise ConfigError(f"command line: --{name} has no value. Write --{name} VALUE")
+            text = words.pop(0)
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        place = result
+        *parents, last = name.replace("-", "_").split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"command line: --{name} goes into {parent}, which another override made a value")
+        place[last] = value
+    return result
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {**base, **over}
+    for key in base.keys() & over.keys():
+        if isinstance(base[key], dict) and isinstance(over[key], dict):
+            both[key] = _merged(base[key], over[key])
+    return both
+
+
+def _explain(settings: type[BaseModel], item: Any) -> str:
+    """One fault as `field: what is wrong with which value. Remedy`."""
+    field = ".".join(str(part) for part in item["loc"]) or "config"
+    value = item.get("input")
+    shown = repr(value if not isinstance(value, dict) or len(str(value)) < 80 else "{...}")
+    match item["type"]:
+        case "extra_forbidden":
+            known = _fields_at(settings, item["loc"][:-1])
+            close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Known here: {', '.join(sorted(known))}"
+            return f"{field}: there is no such field (value {shown}). {hint}"
+        case "value_error":
+            return f"{field}: {item['ctx']['error']}"
+        case "literal_error":
+            return f"{field}: {shown} is not one of {item['ctx']['expected']}. Take one of these"
+        case _:
+            return f"{field}: {item['msg']}, not {shown}. Change it in the file or with --{field} VALUE"
+
+
+def _fields_at(settings: type[BaseModel], location: tuple) -> list[str]:
+    """Field names of the part at `location`."""
+    for part in location:
+        field = settings.model_fields.get(part)
+        options = [field.annotation, *get_args(field.annotation)] if field else []
+        inner = next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
+        if inner is None:
+            return []
+        settings = inner
+    return list(settings.model_fields)

@@ -70,6 +70,8 @@ class Trajectory:
     """The agent's diff, as it was taken from the workspace."""
     suspicions: list[str] = field(default_factory=list)
     """What the grader refused or found suspicious."""
+    discarded_tokens: int = 0
+    """Tokens sampled in earlier attempts of this rollout, which failed for reasons of ours and were run again."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds by stage: `init`, `run`, `grade`."""
     notes: dict[str, Any] = field(default_factory=dict)

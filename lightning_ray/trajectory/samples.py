@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_ray.trajectory.advantages import ADVANTAGES, AdvantageName, zero_variance
 from lightning_ray.trajectory.branches import branches
-from lightning_ray.trajectory.call import Trajectory
+from lightning_ray.trajectory.call import Call, Trajectory
 from lightning_ray.trajectory.ledger import Ledger
 
 Normalise = Literal["rollout", "token", "sample"]
@@ -57,6 +57,13 @@ class StepBatch:
     rollouts: int
 
 
+def call_mask(call: Call, max_tokens: int) -> np.ndarray:
+    """bool [S]: which sampled tokens of a call are trained where its rollout is: all, unless the call is masked, up
+    to position `max_tokens` of its branch. It does not depend on the branch, since a call has one prompt."""
+    room = 0 if call.masked is not None else max(0, max_tokens - len(call.prompt_ids))
+    return np.arange(len(call.sampled_ids)) < room
+
+
 def rollout_samples(
     trajectory: Trajectory, *, advantage: float, rollout: int, max_tokens: int
 ) -> tuple[list[Sample], Ledger, int]:
@@ -64,7 +71,7 @@ def rollout_samples(
 
     A branch longer than `max_tokens` is cut there; what falls off is dropped as `truncated`.
     """
-    ledger = Ledger(sampled=trajectory.tokens_sampled)
+    ledger = _opened(trajectory)
     samples: list[Sample] = []
     found = branches(trajectory.calls)
     for branch in found:
@@ -79,26 +86,27 @@ def rollout_samples(
             start = len(call.prompt_ids)
             span = slice(start, start + len(call.sampled_ids))
             logprobs[span], versions[span] = call.logprobs, call.versions
-            if position not in branch.owned:
-                continue
-            if call.masked is not None:
-                ledger.drop(call.masked, len(call.sampled_ids))
-            else:
-                mask[span] = True
-        ledger.drop("truncated", int(mask[max_tokens:].sum()))
-        cut = slice(0, max_tokens)
-        trained = int(mask[cut].sum())
-        if not trained:
+            if position in branch.owned:
+                mask[span] = call_mask(call, max_tokens)
+                ledger.drop(call.masked or "truncated", int((~mask[span]).sum()))
+        if not mask.any():
             continue
-        ledger.trained += trained
+        ledger.trained += int(mask.sum())
+        cut = slice(0, max_tokens)
         samples.append(Sample(token_ids[cut], mask[cut], logprobs[cut], versions[cut], advantage, rollout))
     ledger.check(f"rollout {trajectory.rollout_id}")
     return samples, ledger, len(found)
 
 
+def _opened(trajectory: Trajectory) -> Ledger:
+    ledger = Ledger(sampled=trajectory.tokens_sampled + trajectory.discarded_tokens)
+    ledger.drop("infra_failed", trajectory.discarded_tokens)
+    return ledger
+
+
 def dropped_whole(trajectory: Trajectory, reason: str) -> Ledger:
     """The account of a rollout that trains nothing. Tokens masked for a reason of their own keep that reason."""
-    ledger = Ledger(sampled=trajectory.tokens_sampled)
+    ledger = _opened(trajectory)
     for call in trajectory.calls:
         ledger.drop(call.masked or reason, len(call.sampled_ids))
     ledger.check(f"rollout {trajectory.rollout_id}")

@@ -1,0 +1,119 @@
+"""GroupBuffer: which groups run, which are complete, which are too old. Pure: it owns no task, clock or client.
+
+A group is held from its start until it is taken for an update or dropped. At most `groups_in_flight` groups are
+held; `take` gives `groups_per_step` complete ones, the oldest start first, so that short rollouts are not favoured
+and carried-over groups go before new ones. `groups_in_flight == groups_per_step` is the synchronous schedule.
+
+A group leaves without being trained, whole, for one of two reasons: `stale` (a token older than `max_staleness`
+policy versions) or `infra_failed` (a member that could not be run, retries included). Its task is to be queued
+again in the first case.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_ray.trajectory.call import Trajectory
+
+
+@dataclass(slots=True)
+class Group:
+    """The rollouts of one task in one step."""
+
+    group_id: str
+    task_id: str
+    rollout_ids: tuple[str, ...]
+    members: dict[str, Trajectory] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.members) == len(self.rollout_ids)
+
+    @property
+    def broken(self) -> bool:
+        """A member failed for reasons of ours: there is nothing to compare the others with."""
+        return any(member.end == "infra_failed" for member in self.members.values())
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """In the order of `rollout_ids`, whatever the order in which they ended (law 9)."""
+        return [self.members[rollout_id] for rollout_id in self.rollout_ids]
+
+    def oldest_version(self) -> int | None:
+        """The policy version of the oldest token that could be trained; None where there is none."""
+        versions = [int(call.versions.min()) for member in self.members.values() for call in member.calls
+                    if call.masked is None and len(call.versions)]
+        return min(versions, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A group that is not trained, and why."""
+
+    group: Group
+    reason: str
+    """`stale` or `infra_failed`."""
+
+
+class GroupBuffer:
+    """Holds the groups of a run. Every trajectory that goes in comes out exactly once: taken or dropped."""
+
+    def __init__(self, *, groups_per_step: int, groups_in_flight: int, max_staleness: int):
+        if groups_in_flight < groups_per_step:
+            raise ValueError(f"groups_in_flight {groups_in_flight} < groups_per_step {groups_per_step}")
+        self.groups_per_step = groups_per_step
+        self.groups_in_flight = groups_in_flight
+        self.max_staleness = max_staleness
+        self._held: dict[str, Group] = {}
+        self._group_of: dict[str, str] = {}
+
+    @property
+    def vacancies(self) -> int:
+        """How many groups are to be started now."""
+        return self.groups_in_flight - len(self._held)
+
+    @property
+    def running(self) -> int:
+        """Groups that still wait for a member."""
+        return sum(not group.complete for group in self._held.values())
+
+    @property
+    def complete(self) -> list[Group]:
+        """Complete groups, the oldest start first."""
+        return [group for group in self._held.values() if group.complete]
+
+    def start(self, group_id: str, task_id: str, rollout_ids: Sequence[str]) -> None:
+        """A group was submitted. Raises ValueError where there is no vacancy or an id is known already."""
+        if not self.vacancies:
+            raise ValueError(f"{len(self._held)} groups are held already, no vacancy for {group_id}")
+        if group_id in self._held or any(rollout_id in self._group_of for rollout_id in rollout_ids):
+            raise ValueError(f"group {group_id} or one of its rollouts is held already")
+        self._held[group_id] = Group(group_id, task_id, tuple(rollout_ids))
+        self._group_of.update(dict.fromkeys(rollout_ids, group_id))
+
+    def finish(self, trajectory: Trajectory) -> None:
+        """A rollout ended. Raises KeyError for one that is not awaited (unknown, or ended before)."""
+        group = self._held[self._group_of.pop(trajectory.rollout_id)]
+        group.members[trajectory.rollout_id] = trajectory
+
+    def drop_unusable(self, version: int) -> list[Dropped]:
+        """Removes complete groups that can never be trained at policy version `version` and gives them back."""
+        dropped = []
+        for group in self.complete:
+            oldest = group.oldest_version()
+            if group.broken:
+                dropped.append(Dropped(group, "infra_failed"))
+            elif oldest is not None and version - oldest > self.max_staleness:
+                dropped.append(Dropped(group, "stale"))
+        for drop in dropped:
+            del self._held[drop.group.group_id]
+        return dropped
+
+    def take(self) -> list[Group] | None:
+        """`groups_per_step` complete groups, the oldest start first, or None where there are fewer."""
+        complete = self.complete
+        if len(complete) < self.groups_per_step:
+            return None
+        taken = complete[: self.groups_per_step]
+        for group in taken:
+            del self._held[group.group_id]
+        return taken

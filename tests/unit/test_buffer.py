@@ -1,0 +1,126 @@
+"""GroupBuffer: exact refill, oldest first, staleness, and no trajectory lost."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lightning_ray.buffer import GroupBuffer
+from tests.unit.trajectories import make_call, make_trajectory
+
+
+def finish(buffer, rollout_id, *, version=0, end="graded"):
+    calls = [] if end == "infra_failed" else [make_call(0, [1], [2], version=version)]
+    buffer.finish(make_trajectory(calls, rollout_id=rollout_id, end=end))
+
+
+def start(buffer, name):
+    buffer.start(name, "task", [f"{name}/0", f"{name}/1"])
+
+
+def test_the_synchronous_schedule_waits_for_all_and_refills_after_the_update():
+    buffer = GroupBuffer(groups_per_step=2, groups_in_flight=2, max_staleness=0)
+    start(buffer, "a"), start(buffer, "b")
+    assert buffer.vacancies == 0 and buffer.take() is None
+    for name in ("a/1", "b/0", "b/1"):
+        finish(buffer, name)
+    assert buffer.take() is None and buffer.vacancies == 0
+    finish(buffer, "a/0")
+    assert [group.group_id for group in buffer.take()] == ["a", "b"] and buffer.vacancies == 2
+
+
+def test_carried_over_groups_go_first_oldest_first():
+    buffer = GroupBuffer(groups_per_step=1, groups_in_flight=3, max_staleness=9)
+    for name in "abc":
+        start(buffer, name)
+    for name in ("c/0", "c/1", "b/0", "b/1"):
+        finish(buffer, name)
+    assert [group.group_id for group in buffer.take()] == ["b"]
+    start(buffer, "d")
+    finish(buffer, "d/0"), finish(buffer, "d/1")
+    assert [group.group_id for group in buffer.take()] == ["c"]
+
+
+def test_members_keep_their_order_whatever_ended_first():
+    buffer = GroupBuffer(groups_per_step=1, groups_in_flight=1, max_staleness=0)
+    start(buffer, "a")
+    finish(buffer, "a/1"), finish(buffer, "a/0")
+    assert [member.rollout_id for member in buffer.take()[0].trajectories] == ["a/0", "a/1"]
+
+
+def test_a_group_with_one_token_too_old_is_dropped_whole():
+    buffer = GroupBuffer(groups_per_step=1, groups_in_flight=1, max_staleness=2)
+    start(buffer, "a")
+    finish(buffer, "a/0", version=5), finish(buffer, "a/1", version=2)
+    assert buffer.drop_unusable(version=4) == []
+    (drop,) = buffer.drop_unusable(version=5)
+    assert drop.reason == "stale" and drop.group.group_id == "a" and buffer.vacancies == 1
+
+
+def test_a_group_with_a_failure_of_ours_is_not_compared():
+    buffer = GroupBuffer(groups_per_step=1, groups_in_flight=1, max_staleness=2)
+    start(buffer, "a")
+    finish(buffer, "a/0"), finish(buffer, "a/1", end="infra_failed")
+    assert [drop.reason for drop in buffer.drop_unusable(version=0)] == ["infra_failed"]
+
+
+def test_a_rollout_ends_once():
+    buffer = GroupBuffer(groups_per_step=1, groups_in_flight=1, max_staleness=0)
+    start(buffer, "a")
+    finish(buffer, "a/0")
+    with pytest.raises(KeyError):
+        finish(buffer, "a/0")
+    with pytest.raises(ValueError, match="no vacancy"):
+        start(buffer, "b")
+
+
+class BufferMachine(RuleBasedStateMachine):
+    """Any order of starts, ends, drops and takes: every rollout comes out exactly once, bounds hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.buffer = GroupBuffer(groups_per_step=2, groups_in_flight=5, max_staleness=1)
+        self.version = self.count = 0
+        self.open, self.out, self.started = [], [], []
+
+    @rule()
+    def start_all(self):
+        for _ in range(self.buffer.vacancies):
+            name = f"g{self.count}"
+            self.count += 1
+            start(self.buffer, name)
+            self.started.append(name)
+            self.open += [f"{name}/0", f"{name}/1"]
+
+    @rule(data=st.data(), end=st.sampled_from(["graded", "graded", "harness_failed", "infra_failed"]))
+    def finish_one(self, data, end):
+        if self.open:
+            rollout_id = data.draw(st.sampled_from(self.open))
+            self.open.remove(rollout_id)
+            finish(self.buffer, rollout_id, version=self.version, end=end)
+
+    @rule()
+    def update(self):
+        for drop in self.buffer.drop_unusable(self.version):
+            self.out.append(drop.group)
+        complete = [group.group_id for group in self.buffer.complete]
+        taken = self.buffer.take()
+        assert (taken is None) == (len(complete) < 2)
+        if taken:
+            assert [group.group_id for group in taken] == complete[:2]
+            for group in taken:
+                oldest = group.oldest_version()
+                assert not group.broken and (oldest is None or self.version - oldest <= 1)
+            self.out += taken
+            self.version += 1
+
+    @invariant()
+    def nothing_is_lost(self):
+        assert 0 <= self.buffer.vacancies <= 5
+        left = [group.group_id for group in self.out]
+        assert len(left) == len(set(left))
+        assert len(self.started) - len(left) == 5 - self.buffer.vacancies
+
+
+TestBuffer = BufferMachine.TestCase
+TestBuffer.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
