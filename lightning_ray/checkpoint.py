@@ -1,0 +1,55 @@
+"""Checkpoints of a run: the policy and its optimizer (written by the learner), and the state of the loop.
+
+A checkpoint is written beside its final name and renamed when it is complete, so that one that exists can be trusted.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from lightning_ray.config import ConfigError
+from lightning_ray.run_directory import RunDirectory
+
+
+class LoopState(BaseModel):
+    """What the loop must know to go on, apart from the policy."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid")
+
+    step: int = 0
+    """Steps done."""
+    policy_version: int = 0
+    cursor: int = 0
+    """Training tasks handed out so far."""
+    requeued: list[str] = []
+    """Tasks whose group was dropped and that are to be run again, by instance id."""
+    wall_s: float = 0.0
+    tokens_sampled: int = 0
+    heldout_before: dict[str, Any] | None = None
+
+
+def save(run: RunDirectory, state: LoopState, save_policy: Callable[[Path], None], *, keep: int) -> Path:
+    """Writes the checkpoint of `state.step`, then removes all but the last `keep`."""
+    final = run.checkpoint(state.step)
+    partial = final.with_suffix(".partial")
+    for leftover in (partial, final):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir()
+    save_policy(partial)
+    (partial / "state.json").write_text(state.model_dump_json(indent=1))
+    partial.rename(final)
+    for old in run.complete_checkpoints()[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def last(run: RunDirectory) -> tuple[Path, LoopState]:
+    """The newest complete checkpoint of a run. Raises `ConfigError` where there is none."""
+    found = run.complete_checkpoints()
+    if not found:
+        raise ConfigError(f"--resume: {run.root} has no complete checkpoint. Start the run afresh")
+    return found[-1], LoopState(**json.loads((found[-1] / "state.json").read_text()))

@@ -1,0 +1,107 @@
+"""Fleet: the proxies and runners of a run, and which rollout goes where.
+
+Each runner has a proxy beside it on its node. A rollout is one actor call on a runner; its trajectory comes back as
+an `ObjectRef` that the caller owns, so that it outlives the runner. A runner that dies is started again by Ray, and
+the rollouts it held are submitted again, a bounded number of times, under the same id.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+
+from lightning_ray.config import Config
+from lightning_ray.harness.runner import Runner
+from lightning_ray.harness.spec import RolloutSpec
+from lightning_ray.proxy.actor import Proxy
+from lightning_ray.run_directory import RunDirectory
+from lightning_ray.trajectory.call import Trajectory
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.5
+"""Longest wait for a rollout before the caller gets a chance to show progress or to be interrupted."""
+WAIT_AT_ONCE = 32
+"""Most ended rollouts handed over at once."""
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Submits rollouts and hands over trajectories as they end. It knows nothing of groups."""
+
+    runners: list[ActorHandle]
+    proxies: list[ActorHandle]
+    retries: int
+    facts: dict = field(default_factory=dict)
+    _pending: dict[ray.ObjectRef, tuple[RolloutSpec, int, int]] = field(default_factory=dict)
+    """Reference -> (rollout, runner, attempts so far)."""
+
+    @classmethod
+    def start(cls, config: Config, run: RunDirectory, model_dir: str, generators: Sequence[ActorHandle]) -> "Fleet":
+        """Starts all parts and waits until each says that it is ready. Raises what a part raises."""
+        proxies = [
+            Proxy.options(num_cpus=0, max_restarts=-1).remote(
+                config.proxy, config.policy, model_dir, list(generators), str(run.root / "journal" / str(number)))
+            for number in range(config.runners.count)]
+        runners = [Runner.options(num_cpus=0, max_restarts=-1).remote(config, proxy) for proxy in proxies]
+        ray.get([proxy.start.remote() for proxy in proxies])
+        facts = ray.get([runner.start.remote() for runner in runners])
+        return cls(runners, proxies, config.runners.infra_retries, facts[0])
+
+    @property
+    def running(self) -> int:
+        return len(self._pending)
+
+    def submit(self, spec: RolloutSpec) -> None:
+        """To the runner that holds the fewest rollouts."""
+        self._submit(spec, attempts=0)
+
+    def ended(self) -> list[Trajectory]:
+        """Rollouts that ended since the last call; waits a moment where there is none yet."""
+        if not self._pending:
+            return []
+        ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=WAIT_S)
+        if ready and len(self._pending) > 1:
+            ready, _ = ray.wait(list(self._pending), num_returns=min(len(self._pending), WAIT_AT_ONCE), timeout=0)
+        return [trajectory for ref in ready if (trajectory := self._take(ref)) is not None]
+
+    def run(self, specs: Sequence[RolloutSpec]) -> Iterator[Trajectory]:
+        """Runs all of `specs`, hands over their trajectories as they end. Nothing else may be pending."""
+        for spec in specs:
+            self.submit(spec)
+        while self._pending:
+            yield from self.ended()
+
+    def stop(self) -> None:
+        """Ends every rollout and every process of the runners."""
+        self._pending.clear()
+        for runner in self.runners:
+            try:
+                ray.get(runner.stop.remote(), timeout=30)
+            except (RayActorError, ray.exceptions.GetTimeoutError) as error:
+                log.warning("a runner did not stop by itself (%s); its processes end with it", type(error).__name__)
+        for actor in [*self.runners, *self.proxies]:
+            ray.kill(actor)
+
+    def _submit(self, spec: RolloutSpec, attempts: int) -> None:
+        loads = [0] * len(self.runners)
+        for _, runner, _ in self._pending.values():
+            loads[runner] += 1
+        runner = loads.index(min(loads))
+        self._pending[self.runners[runner].run.remote(spec)] = (spec, runner, attempts)
+
+    def _take(self, ref: ray.ObjectRef) -> Trajectory | None:
+        spec, runner, attempts = self._pending.pop(ref)
+        try:
+            return ray.get(ref)
+        except RayActorError as error:
+            log.warning("runner %d died with rollout %s (%s)", runner, spec.rollout_id, type(error).__name__)
+            if attempts < self.retries:
+                self._submit(spec, attempts + 1)
+                return None
+            return Trajectory(
+                rollout_id=spec.rollout_id, group_id=spec.group_id, task_id=spec.task.instance_id, calls=[],
+                end="infra_failed", reason=f"its runner died {attempts + 1} times")

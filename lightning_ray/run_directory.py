@@ -1,0 +1,121 @@
+"""Where a run lies: one directory with everything that it leaves behind.
+
+    config.yaml       the resolved configuration
+    metrics.jsonl     one object a step
+    rollouts/         step_000012.parquet, heldout_000012.parquet: every call of every rollout
+    checkpoints/      step_000020/: policy, optimizer, state.json; a directory that exists is complete
+    tensorboard/      the same metrics as event files
+    learning_curve.png, summary.json     at the end
+
+Files appear whole or not at all: what `--resume` trusts was renamed into place when it was complete.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_ray.config import Config, ConfigError
+
+STEP_NAME = "step_{:06d}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    root: Path
+
+    @classmethod
+    def create(cls, config: Config) -> "RunDirectory":
+        """A new directory `run.dir/run.name`, with `-2`, `-3`, ... where runs of that name exist."""
+        base = config.run.dir.expanduser()
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            number = 1
+            while True:
+                root = base / (config.run.name if number == 1 else f"{config.run.name}-{number}")
+                try:
+                    root.mkdir()
+                    break
+                except FileExistsError:
+                    number += 1
+            run = cls(root.absolute())
+            for part in (run.rollouts, run.checkpoints):
+                part.mkdir()
+            write_whole(run.root / "config.yaml", config.to_yaml())
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir: {base} cannot be written ({error.strerror}). Free space there or give another "
+                "directory with --run.dir DIR") from None
+        return run
+
+    @classmethod
+    def existing(cls, root: Path) -> "RunDirectory":
+        """The directory of an earlier run. Raises `ConfigError` where there is none."""
+        if not (root / "config.yaml").is_file():
+            raise ConfigError(f"--resume: {root} is no run directory (it has no config.yaml). Give the path of a run")
+        return cls(root.absolute())
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / STEP_NAME.format(step)
+
+    def complete_checkpoints(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(path for path in self.checkpoints.glob("step_*") if (path / "state.json").is_file())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        if not self.metrics_file.exists():
+            return []
+        return [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
+
+    def append_metrics(self, metrics: dict[str, Any]) -> None:
+        """One line, on disk before this returns."""
+        with self.metrics_file.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def forget_after(self, step: int) -> None:
+        """Removes what was recorded after the checkpoint of `step`: those steps are done again."""
+        kept = []
+        for line in self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []:
+            try:
+                metrics = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            if metrics["step"] <= step:
+                kept.append(line + "\n")
+        write_whole(self.metrics_file, "".join(kept))
+        for path in self.rollouts.iterdir():
+            if path.suffix == ".partial" or int(path.stem.rpartition("_")[2]) > step:
+                path.unlink()
+        for path in self.checkpoints.iterdir():
+            if path.name > STEP_NAME.format(step) or path.suffix == ".partial":
+                shutil.rmtree(path)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that it has either its old or its new content, whatever happens."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
