@@ -177,12 +177,18 @@ class GeneratorConfig(Part):
 
 class LearnerConfig(Part):
     ranks: int = Field(default=1, ge=1)
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of weights and activations; the optimizer's are float32 always. `auto`: bfloat16 where the processor multiplies
+    it natively (GPUs, CPUs with AMX or AVX512-BF16), else float32, which is then ten times faster."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     offload_optimizer: bool = False
     offload_params: bool = False
     gradient_checkpointing: bool = False
     lr: float = Field(default=1e-6, gt=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or down to zero at the last update of the run."""
     warmup_steps: int = Field(default=5, ge=0)
+    """Updates of linear warm-up. A fresh optimizer without any can ruin a policy in one step."""
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.99)
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -200,8 +206,10 @@ class AlgorithmConfig(Part):
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.28, gt=0)
     normalise: Literal["rollout", "token", "sample"] = "rollout"
-    tis_cap: float | None = Field(default=2.0, gt=0)
-    """Truncated importance sampling against the behaviour log-probs; null turns it off."""
+    proximal: Literal["recomputed", "behaviour"] = "recomputed"
+    """The policy that clipping measures from: the learner's own before the step, or the one that sampled."""
+    tis_cap: float | None = Field(default=2.0, ge=1)
+    """Truncated importance sampling of the proximal policy against the behaviour log-probs; null turns it off."""
 
 
 class ScheduleConfig(Part):
