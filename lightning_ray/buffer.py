@@ -72,14 +72,14 @@ class GroupBuffer:
         return self.groups_in_flight - len(self._held)
 
     @property
-    def running(self) -> int:
-        """Groups that still wait for a member."""
-        return sum(not group.complete for group in self._held.values())
+    def held(self) -> list[Group]:
+        """Running and complete groups, the oldest start first."""
+        return list(self._held.values())
 
     @property
     def complete(self) -> list[Group]:
         """Complete groups, the oldest start first."""
-        return [group for group in self._held.values() if group.complete]
+        return [group for group in self.held if group.complete]
 
     def start(self, group_id: str, task_id: str, rollout_ids: Sequence[str]) -> None:
         """A group was submitted. Raises ValueError where there is no vacancy or an id is known already."""

@@ -25,6 +25,7 @@ class LoopState(BaseModel):
     policy_version: int = 0
     cursor: int = 0
     """Training tasks handed out so far."""
+    groups_started: int = 0
     requeued: list[str] = []
     """Tasks whose group was dropped and that are to be run again, by instance id."""
     wall_s: float = 0.0

@@ -1,0 +1,8 @@
+"""The same as `lightning-ray train`, for `ray job submit --working-dir . -- python jobs/train.py CONFIG.yaml`."""
+
+import sys
+
+from lightning_ray.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))

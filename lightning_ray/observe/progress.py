@@ -1,0 +1,144 @@
+"""What a person sees while a run goes on.
+
+`Progress` is silent, for scripts and notebooks; `LiveProgress` draws one live display on a terminal; `LineProgress`
+prints a line for each thing that happened, for logs.
+"""
+
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from lightning_ray.run_directory import RunDirectory
+
+
+class Progress:
+    """Hears of everything, shows nothing."""
+
+    def phase(self, name: str) -> None:
+        """What the run does now."""
+
+    def warm_up(self, done: int, total: int, loss: float) -> None:
+        """Supervised steps of the warm-up."""
+
+    def rollouts(self, done: int, total: int) -> None:
+        """Rollouts of the phase that ended."""
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """A policy update was made."""
+
+    def heldout(self, when: str, result: dict[str, Any]) -> None:
+        """A held-out evaluation was made."""
+
+    def note(self, text: str) -> None:
+        """Something that a person should know."""
+
+    def summary(self, run: RunDirectory, summary: dict[str, Any]) -> None:
+        """The run is done."""
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+
+
+def rate_text(result: dict[str, Any]) -> str:
+    """`0.92 (184 of 200, 95 % interval 0.87-0.95)`."""
+    low, high = result["ci95"]
+    return f"{result['rate']:.2f} ({result['passed']} of {result['total']}, 95 % interval {low:.2f}-{high:.2f})"
+
+
+def step_text(metrics: dict[str, Any]) -> str:
+    rate = metrics["tokens_sampled"] / max(1e-9, metrics["generate_s"])
+    loss = "none" if metrics["loss"] is None else f"{metrics['loss']:+.4f}"
+    return (f"step {metrics['step']:4d}  pass {metrics['pass_rate']:.2f}  loss {loss}  "
+            f"{metrics['rollouts']} rollouts in {metrics['generate_s']:.1f} s, {rate:.0f} tokens/s, "
+            f"learn {metrics['learn_s']:.1f} s")
+
+
+class LineProgress(Progress):
+    """One line for each event."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(highlight=False, soft_wrap=True)
+
+    def phase(self, name: str) -> None:
+        if name not in ("rollouts", "learning"):
+            self.console.print(f"· {name}")
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        self.console.print(step_text(metrics))
+
+    def heldout(self, when: str, result: dict[str, Any]) -> None:
+        self.console.print(f"held-out pass rate, {when}: {rate_text(result)}")
+
+    def note(self, text: str) -> None:
+        self.console.print(f"! {text}")
+
+    def summary(self, run: RunDirectory, summary: dict[str, Any]) -> None:
+        self.console.print(closing_text(run, summary))
+
+
+class LiveProgress(LineProgress):
+    """One live display: phase, step, rollouts, held-out pass rate, tokens/s. Events that last are printed above it."""
+
+    def __init__(self, steps: int, console: Console | None = None):
+        super().__init__(console)
+        self._phase = "starting"
+        self._metrics: dict[str, Any] = {}
+        self._rates: list[str] = []
+        counts = TextColumn("{task.completed:.0f}/{task.total:.0f}")
+        self._bars = Bars(TextColumn("{task.description:>10}"), BarColumn(bar_width=40), counts, TimeElapsedColumn(),
+                          console=self.console)
+        self._steps = self._bars.add_task("steps", total=steps)
+        self._now = self._bars.add_task("rollouts", total=1, start=False)
+        self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def phase(self, name: str) -> None:
+        self._phase = name
+        self._bars.reset(self._now, total=1, completed=0)
+
+    def warm_up(self, done: int, total: int, loss: float) -> None:
+        self._phase = f"warming up the policy (supervised loss {loss:.3f})"
+        self._bars.update(self._now, description="warm-up", completed=done, total=total)
+
+    def rollouts(self, done: int, total: int) -> None:
+        self._bars.update(self._now, description="rollouts", completed=done, total=total)
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        self._metrics = metrics
+        self._bars.update(self._steps, completed=metrics["step"])
+
+    def heldout(self, when: str, result: dict[str, Any]) -> None:
+        self._rates.append(f"{when}: {result['rate']:.2f}")
+        super().heldout(when, result)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        table.add_row("phase", self._phase)
+        if self._metrics:
+            table.add_row("last step", step_text(self._metrics))
+        if self._rates:
+            table.add_row("held-out", ", ".join(self._rates[-4:]))
+        return Group(table, self._bars)
+
+
+def closing_text(run: RunDirectory, summary: dict[str, Any]) -> str:
+    """What the run reached, where it lies, and what to try next."""
+    lines = [""]
+    for name in ("before", "after"):
+        if summary[f"heldout_{name}"]:
+            lines.append(f"held-out pass rate {name:>6}: {rate_text(summary[f'heldout_{name}'])}")
+    lines += [
+        f"{summary['steps']} steps in {summary['wall_s'] / 60:.1f} minutes, "
+        f"{summary['tokens_sampled']} tokens sampled, peak memory {summary['peak_memory_gib']:.1f} GiB",
+        f"run directory:  {run.root}",
+        f"learning curve: {run.root / 'learning_curve.png'}",
+        f"next:           lightning-ray view {run.root}      (read its rollouts)",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,39 @@
+"""Where the policy comes from: a model directory, or a tiny one that is made on the spot."""
+
+import json
+from pathlib import Path
+
+from lightning_ray.config import Config, ConfigError, PolicyConfig
+from lightning_ray.observe.progress import Progress
+
+
+def check_policy(config: PolicyConfig) -> None:
+    """Raises `ConfigError` for a directory that is missing or unusable. Reads only small files."""
+    if config.chat_template is not None and not config.chat_template.expanduser().is_file():
+        raise ConfigError(f"policy.chat_template: there is no file {config.chat_template}. Give a Jinja template file")
+    if config.path is None:
+        return
+    path = config.path.expanduser()
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"policy.path: {config.path} is no model directory (it has no config.json). Give a directory "
+                          "in Hugging Face format")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"policy.path: {config.path} holds no weights (*.safetensors). Save the model with "
+                          "save_pretrained first")
+    tokenizer = path / "tokenizer_config.json"
+    if not tokenizer.is_file():
+        raise ConfigError(f"policy.path: {config.path} has no tokenizer (tokenizer_config.json). Save the tokenizer "
+                          "beside the model")
+    has_template = (path / "chat_template.jinja").is_file() or json.loads(tokenizer.read_text()).get("chat_template")
+    if not has_template and config.chat_template is None:
+        raise ConfigError(f"policy.path: the tokenizer in {config.path} has no chat template. Give one with "
+                          "policy.chat_template FILE")
+
+
+def policy_directory(config: PolicyConfig, run: Config, progress: Progress) -> Path:
+    """The model directory to start from, made if need be."""
+    if config.path is not None:
+        return config.path.expanduser().absolute()
+    from lightning_ray.policy.warm_start import make_policy
+
+    return make_policy(config.warm_start, run.harness.settings, progress.warm_up)

@@ -1,0 +1,48 @@
+"""Everything that can be checked before anything expensive starts. Each fault is a `ConfigError` with a remedy."""
+
+import shutil
+import socket
+from pathlib import Path
+
+from lightning_ray.config import Config, ConfigError
+from lightning_ray.harness.spec import check_harness
+from lightning_ray.policy.source import check_policy
+from lightning_ray.sandbox.base import SandboxUnavailable
+from lightning_ray.sandbox.bubblewrap import check
+
+FREE_DISK_MB = 500
+"""A quickstart run writes about 100 MB; below this not even that is safe."""
+
+
+def preflight(config: Config) -> None:
+    """Raises `ConfigError` for the first fault found; starts one sandbox, otherwise costs milliseconds."""
+    check_policy(config.policy)
+    check_harness(config.harness)
+    check_port(config.proxy.port)
+    check_disk(config.run.dir)
+    try:
+        check(config.sandbox)
+    except SandboxUnavailable as error:
+        raise ConfigError(f"sandbox.backend: {config.sandbox.backend!r} cannot isolate here. {error}") from None
+
+
+def check_port(port: int) -> None:
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(f"proxy.port: {port} cannot be used ({error.strerror}). Give another port, or 0 for a "
+                              "free one") from None
+
+
+def check_disk(directory: Path) -> None:
+    place = directory.expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free // 2**20
+    if free < FREE_DISK_MB:
+        raise ConfigError(f"run.dir: only {free} MB are free at {place}, a run needs {FREE_DISK_MB} MB. Free some, or "
+                          "give another directory with --run.dir DIR")

@@ -1,0 +1,267 @@
+"""Trainer: the loop. Keep groups running, take complete ones, make samples, update the policy, record.
+
+    for step in Trainer(Config.load("jobs/quickstart.yaml")).steps():
+        print(step.metrics)
+
+`steps` prepares everything, yields after each policy update, evaluates on held-out tasks before and after, writes the
+run directory, and leaves nothing running however it ends. Bad input raises `ConfigError` before anything expensive
+starts; a run that cannot go on raises `RunFailed`.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_ray import checkpoint
+from lightning_ray.buffer import Dropped, Group, GroupBuffer
+from lightning_ray.config import Config
+from lightning_ray.fleet import Fleet
+from lightning_ray.harness.spec import RolloutSpec
+from lightning_ray.observe.memory import PeakMemory
+from lightning_ray.observe.metrics import step_metrics
+from lightning_ray.observe.progress import Progress
+from lightning_ray.observe.records import Records
+from lightning_ray.policy.source import policy_directory
+from lightning_ray.policy_group import PolicyGroup
+from lightning_ray.preflight import preflight
+from lightning_ray.ray_session import RaySession
+from lightning_ray.run_directory import RunDirectory
+from lightning_ray.statistics import pass_rate
+from lightning_ray.tasks.base import Task
+from lightning_ray.tasks.source import load_tasks
+from lightning_ray.tasks.stream import TaskStream
+from lightning_ray.trajectory.call import Trajectory
+from lightning_ray.trajectory.samples import step_batch
+
+BROKEN_GROUPS_LIMIT = 3
+"""The run stops when this many times `groups_per_step` groups in a row could not be run: it is not bad luck."""
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on. The message says why and what to do; the last checkpoint is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One policy update."""
+
+    number: int
+    metrics: dict[str, Any]
+    trajectories: list[Trajectory]
+
+
+class Trainer:
+    """One run, from warm-up to summary."""
+
+    def __init__(self, config: Config, *, resume: Path | None = None, progress: Progress | None = None):
+        self.config = config
+        self.progress = progress or Progress()
+        self._resume = resume
+        self.run: RunDirectory | None = None
+        self.summary: dict[str, Any] | None = None
+
+    def steps(self) -> Iterator[Step]:
+        """Yields after each update until `run.steps` are done."""
+        try:
+            self._prepare()
+            self._start()
+            if self.state.heldout_before is None:
+                self.state.heldout_before = self.evaluate("before")
+                self._save()
+            while self.state.step < self.config.run.steps:
+                yield self._step()
+            self._conclude()
+        finally:
+            self._close()
+
+    # Preparation: cheap checks first, then the run directory, then the parts.
+
+    def _prepare(self) -> None:
+        self._began = time.monotonic()
+        self.progress.phase("checking")
+        preflight(self.config)
+        splits = load_tasks(self.config.tasks)
+        self._heldout = splits.heldout
+        if self._resume is None:
+            self.run, self.state = RunDirectory.create(self.config), checkpoint.LoopState()
+            self._restore_from = None
+        else:
+            self.run = RunDirectory.existing(self._resume)
+            self._restore_from, self.state = checkpoint.last(self.run)
+            self.run.forget_after(self.state.step)
+        self._wall_before = self.state.wall_s
+        self.stream = TaskStream(splits.train, self.config.run.seed, cursor=self.state.cursor,
+                                 requeued=self.state.requeued)
+        self.records = Records(self.run, self.config)
+        self.progress.phase("warming up the policy")
+        self._model_dir = policy_directory(self.config.policy, self.config, self.progress)
+
+    def _start(self) -> None:
+        schedule = self.config.schedule
+        self.memory = PeakMemory.start()
+        self.progress.phase("starting Ray")
+        self.ray = RaySession.start(self.config)
+        self.progress.phase("starting generator and learner")
+        self.policy = PolicyGroup.start(self.config, self._model_dir, total_steps=self.config.run.steps)
+        if self._restore_from is not None:
+            self.policy.load(self._restore_from / "policy", self.state.policy_version)
+        self.progress.phase("starting proxies and runners")
+        self.fleet = Fleet.start(self.config, self.run, str(self._model_dir), self.policy.generators)
+        self.buffer = GroupBuffer(groups_per_step=schedule.groups_per_step, groups_in_flight=schedule.groups_in_flight,
+                                  max_staleness=schedule.max_staleness)
+        self._broken_in_a_row = 0
+
+    # One step.
+
+    def _step(self) -> Step:
+        started = time.monotonic()
+        number = self.state.step + 1
+        self.progress.phase("rollouts")
+        groups, dropped = self._collect()
+        generated = time.monotonic()
+
+        batch = step_batch([group.trajectories for group in groups], advantage=self.config.algorithm.advantage,
+                           normalise=self.config.algorithm.normalise, max_tokens=self.config.policy.max_context)
+        self.progress.phase("learning")
+        update = self._update(batch.samples)
+
+        self.state.step, self.state.policy_version = number, self.policy.version
+        heldout = self._evaluation_due(number)
+        metrics = step_metrics(
+            step=number, policy_version=self.policy.version, groups=groups, dropped=dropped, batch=batch,
+            update=update, wall_s=self._wall(), generate_s=generated - started,
+            heldout_pass_rate=heldout["rate"] if heldout else None)
+        self.state.tokens_sampled += metrics["tokens_sampled"]
+        self.records.step(metrics, groups, dropped)
+        self.progress.step(metrics)
+        if number % self.config.run.checkpoint_every == 0 or number == self.config.run.steps:
+            self._save()
+        return Step(number, metrics, [member for group in groups for member in group.trajectories])
+
+    def _collect(self) -> tuple[list[Group], list[Dropped]]:
+        """Keeps groups running until enough are complete."""
+        dropped: list[Dropped] = []
+        total = self.config.schedule.groups_per_step * self.config.schedule.group_size
+        while True:
+            self._fill()
+            for trajectory in self.fleet.ended():
+                self.buffer.finish(trajectory)
+            for drop in self.buffer.drop_unusable(self.policy.version):
+                dropped.append(drop)
+                self._account_for(drop)
+            self.progress.rollouts(sum(len(group.members) for group in self.buffer.held), total)
+            if groups := self.buffer.take():
+                self._broken_in_a_row = 0
+                return groups, dropped
+
+    def _fill(self) -> None:
+        size = self.config.schedule.group_size
+        for _ in range(self.buffer.vacancies):
+            task = self.stream.next()
+            group_id = f"g{self.state.groups_started:06d}"
+            self.state.groups_started += 1
+            rollouts = [f"{group_id}-r{member}" for member in range(size)]
+            self.buffer.start(group_id, task.instance_id, rollouts)
+            for rollout_id in rollouts:
+                self.fleet.submit(self._spec(rollout_id, group_id, task, "train"))
+
+    def _account_for(self, drop: Dropped) -> None:
+        if drop.reason == "stale":
+            self.stream.requeue(drop.group.task_id)
+            return
+        self._broken_in_a_row += 1
+        failed = next(member for member in drop.group.trajectories if member.end == "infra_failed")
+        self.progress.note(f"group {drop.group.group_id} dropped: {failed.rollout_id} failed for reasons of ours: "
+                           f"{failed.reason}")
+        if self._broken_in_a_row >= BROKEN_GROUPS_LIMIT * self.config.schedule.groups_per_step:
+            raise RunFailed(f"{self._broken_in_a_row} groups in a row could not be run. The last one: {failed.reason}. "
+                            f"Mend this, then go on with --resume {self.run.root}")
+
+    def _update(self, samples: list) -> dict[str, Any]:
+        if not samples:
+            self.progress.note("every group of this step had equal rewards: there is nothing to learn from it")
+            return {"learn_s": 0.0, "publish_s": 0.0}
+        update = self.policy.update(samples)
+        gap, limit = update.get("logprob_gap_mean"), self.config.run.logprob_gap_limit
+        if gap is not None and gap > limit:
+            raise RunFailed(
+                f"learner and generator disagree: mean |difference of log-probs| {gap:.4f} is over "
+                f"run.logprob_gap_limit {limit}. The weights that were published are not the ones that learn, or their "
+                f"precision is too low (generator.dtype: {self.config.generator.dtype})")
+        return update
+
+    # Evaluation.
+
+    def evaluate(self, when: str, tasks: list[Task] | None = None) -> dict[str, Any] | None:
+        """Pass rate on held-out tasks with its interval, or None where there are no held-out tasks. Training rollouts
+        that end meanwhile go into the buffer as always."""
+        tasks = self._heldout if tasks is None else tasks
+        if not tasks:
+            return None
+        self.progress.phase(f"held-out tasks, {when}")
+        group_id = f"heldout-{self.state.step:06d}"
+        waiting = {f"{group_id}-t{number:05d}": task for number, task in enumerate(tasks)}
+        for rollout_id, task in waiting.items():
+            self.fleet.submit(self._spec(rollout_id, group_id, task, "evaluate"))
+        done: dict[str, Trajectory] = {}
+        while len(done) < len(waiting):
+            for trajectory in self.fleet.ended():
+                if trajectory.rollout_id in waiting:
+                    done[trajectory.rollout_id] = trajectory
+                else:
+                    self.buffer.finish(trajectory)
+            self.progress.rollouts(len(done), len(waiting))
+        ordered = [done[rollout_id] for rollout_id in waiting]
+        self.records.heldout(self.state.step, ordered)
+        valid = [trajectory for trajectory in ordered if trajectory.end != "infra_failed"]
+        if not valid:
+            raise RunFailed(f"no held-out rollout could be run: {ordered[0].reason}")
+        result = pass_rate(sum(trajectory.passed for trajectory in valid), len(valid))
+        result["infra_failed"] = len(ordered) - len(valid)
+        self.progress.heldout(when, result)
+        return result
+
+    def _evaluation_due(self, number: int) -> dict[str, Any] | None:
+        every = self.config.evaluation.every
+        if not every or number % every or number == self.config.run.steps:
+            return None
+        return self.evaluate(f"step {number}", self._heldout[: self.config.evaluation.tasks])
+
+    def _spec(self, rollout_id: str, group_id: str, task: Task, mode: str) -> RolloutSpec:
+        sampling = self.config.sampling if mode == "train" else self.config.evaluation
+        return RolloutSpec(rollout_id=rollout_id, group_id=group_id, task=task, mode=mode,
+                           temperature=sampling.temperature, seed=self.config.run.seed)
+
+    # The end.
+
+    def _conclude(self) -> None:
+        after = self.evaluate("after")
+        self.progress.phase("finishing")
+        self.summary = self.records.conclude(self.state, after, self._wall(), self.memory.stop(), self.fleet.facts)
+        self.progress.summary(self.run, self.summary)
+
+    def _save(self) -> None:
+        self.state.cursor, self.state.requeued = self.stream.cursor, self._unfinished() + self.stream.requeued
+        self.state.wall_s = self._wall()
+        checkpoint.save(self.run, self.state, lambda path: self.policy.save(path / "policy"),
+                        keep=self.config.run.checkpoints_kept)
+
+    def _unfinished(self) -> list[str]:
+        """Tasks of groups that are held: a resumed run starts them again."""
+        return [group.task_id for group in self.buffer.held]
+
+    def _wall(self) -> float:
+        return self._wall_before + time.monotonic() - self._began
+
+    def _close(self) -> None:
+        """Ends every part that was started, the last one first. A second Ctrl-C does not interrupt it half-way."""
+        self.progress.phase("stopping")
+        for name in ("fleet", "policy", "ray", "memory", "records"):
+            part = self.__dict__.pop(name, None)
+            if part is not None:
+                with suppress(KeyboardInterrupt):
+                    part.stop() if hasattr(part, "stop") else part.shutdown()
+        self.progress.close()

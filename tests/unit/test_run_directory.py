@@ -1,0 +1,77 @@
+"""What a run leaves behind can be trusted, whatever moment it ended at."""
+
+import json
+
+import pytest
+
+from lightning_ray import checkpoint
+from lightning_ray.checkpoint import LoopState
+from lightning_ray.config import Config, ConfigError, RunConfig
+from lightning_ray.run_directory import RunDirectory
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory.create(Config(run=RunConfig(dir=tmp_path, name="a")))
+
+
+def save(run, step, keep=2):
+    return checkpoint.save(run, LoopState(step=step), lambda path: (path / "policy").mkdir(), keep=keep)
+
+
+def test_each_run_has_a_directory_of_its_own(run, tmp_path):
+    again = RunDirectory.create(Config(run=RunConfig(dir=tmp_path, name="a")))
+    assert (run.root.name, again.root.name) == ("a", "a-2")
+    assert Config.load(run.root / "config.yaml").run.name == "a"
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir: .*file"):
+        RunDirectory.create(Config(run=RunConfig(dir=tmp_path / "file" / "runs")))
+
+
+def test_the_last_checkpoints_are_kept(run):
+    for step in (1, 2, 3):
+        save(run, step)
+    assert [path.name for path in run.complete_checkpoints()] == ["step_000002", "step_000003"]
+    path, state = checkpoint.last(run)
+    assert path.name == "step_000003" and state.step == 3
+
+
+def test_a_checkpoint_that_broke_off_is_not_trusted(run):
+    save(run, 1)
+
+    def breaks(path):
+        (path / "policy").mkdir()
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(run, LoopState(step=2), breaks, keep=2)
+    assert checkpoint.last(run)[1].step == 1
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(run, tmp_path):
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        checkpoint.last(run)
+    with pytest.raises(ConfigError, match="no run directory"):
+        RunDirectory.existing(tmp_path / "nothing")
+
+
+def test_what_was_recorded_after_the_checkpoint_is_forgotten(run):
+    for step in (1, 2, 3):
+        run.append_metrics({"step": step})
+        (run.rollouts / f"step_{step:06d}.parquet").write_text("x")
+    with run.metrics_file.open("a") as file:
+        file.write('{"step": 4, "torn')
+    (run.rollouts / "heldout_000000.parquet").write_text("x")
+    (run.rollouts / "step_000004.partial").write_text("x")
+    save(run, 2)
+    run.forget_after(2)
+    assert [line["step"] for line in run.metrics()] == [1, 2]
+    assert sorted(path.stem for path in run.rollouts.iterdir()) == ["heldout_000000", "step_000001", "step_000002"]
+
+
+def test_metrics_are_on_disk_at_once(run):
+    run.append_metrics({"step": 1, "tokens_dropped": {"stale": 2}})
+    assert json.loads(run.metrics_file.read_text()) == {"step": 1, "tokens_dropped": {"stale": 2}}

@@ -1,0 +1,29 @@
+from lightning_ray.tasks.base import Task
+from lightning_ray.tasks.stream import TaskStream
+
+TASKS = [Task(instance_id=f"t{number}", problem_statement="x") for number in range(5)]
+
+
+def ids(stream, count):
+    return [stream.next().instance_id for _ in range(count)]
+
+
+def test_each_pass_holds_every_task_once_in_an_order_of_its_own():
+    stream = TaskStream(TASKS, seed=3)
+    first, second = ids(stream, 5), ids(stream, 5)
+    assert sorted(first) == sorted(second) == [task.instance_id for task in TASKS]
+    assert first != second
+
+
+def test_a_stream_goes_on_where_it_stopped():
+    whole = ids(TaskStream(TASKS, seed=3), 12)
+    assert ids(TaskStream(TASKS, seed=3, cursor=7), 5) == whole[7:]
+    assert whole != ids(TaskStream(TASKS, seed=4), 12)
+
+
+def test_requeued_tasks_go_first_and_do_not_move_the_cursor():
+    stream = TaskStream(TASKS, seed=3)
+    before = ids(stream, 1)
+    stream.requeue(before[0])
+    assert stream.requeued == before
+    assert ids(stream, 1) == before and stream.cursor == 1
