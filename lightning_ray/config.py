@@ -92,6 +92,17 @@ class TasksConfig(Part):
     seed: int = 0
 
 
+class HarnessResultFile(Part):
+    """A JSON file in which a command harness says how it ended, for programs whose exit code does not."""
+
+    path: str = Field(pattern="^/")
+    """Absolute path inside the sandbox."""
+    key: str = Field(default="exit_status", min_length=1)
+    """Where the exit status is; dots lead into objects (`info.exit_status`)."""
+    ok: list[str] = Field(min_length=1)
+    """Exit statuses whose patch is graded; with any other the rollout ends `harness_failed`."""
+
+
 class HarnessConfig(Part):
     kind: Literal["python", "command"] = "python"
     entry: str = "lightning_ray.harness.mini_swe_agent:run"
@@ -105,6 +116,8 @@ class HarnessConfig(Part):
     """Command harness: files written (outside the workspace's diff) before it starts: absolute path -> content."""
     mounts: dict[str, str] = {}
     """Host path -> path inside: read-only, for the harness's own installation."""
+    result: HarnessResultFile | None = None
+    """Command harness: where it says how it ended; null: exit code 0 is a success."""
     settings: dict[str, Any] = {}
     """Handed to a Python harness as they are (mini-SWE-agent: its own config)."""
     timeout_s: float = Field(default=120, gt=0)
