@@ -148,6 +148,10 @@ class RewardConfig(Part):
 class RunnersConfig(Part):
     count: int = Field(default=1, ge=1)
     """Runner actors (one or a few per CPU node), each with a proxy beside it."""
+    cpus: float = Field(default=0.5, gt=0)
+    """CPUs that Ray reserves for a runner and its proxy. The sandboxes use the node's CPUs as they come."""
+    resources: dict[str, float] = {}
+    """Custom Ray resources of a runner's node, to keep runners off the GPU nodes."""
     rollouts: int = Field(default=64, ge=1)
     """Rollouts that one runner holds at once."""
     grading: int = Field(default=4, ge=1)

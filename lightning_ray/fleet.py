@@ -1,8 +1,9 @@
 """Fleet: the proxies and runners of a run, and which rollout goes where.
 
-Each runner has a proxy beside it on its node. A rollout is one actor call on a runner; its trajectory comes back as
-an `ObjectRef` that the caller owns, so that it outlives the runner. A runner that dies is started again by Ray, and
-the rollouts it held are submitted again, a bounded number of times, under the same id.
+Each runner has a proxy beside it on its node: the two share one bundle of a placement group that spreads over nodes.
+A rollout is one actor call on a runner; its trajectory comes back as an `ObjectRef` that the caller owns, so that it
+outlives the runner. A runner that dies is started again by Ray, and the rollouts it held are submitted again, a bounded
+number of times, under the same id.
 """
 
 import logging
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from lightning_ray.config import Config
+from lightning_ray.config import Config, ConfigError, RunnersConfig
 from lightning_ray.harness.runner import Runner
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.proxy.actor import Proxy
@@ -24,6 +27,8 @@ log = logging.getLogger(__name__)
 
 WAIT_S = 0.5
 """Longest wait for a rollout before the caller gets a chance to show progress or to be interrupted."""
+PLACEMENT_TIMEOUT_S = 600
+"""A cluster that scales by itself needs minutes to add a node."""
 WAIT_AT_ONCE = 32
 """Most ended rollouts handed over at once."""
 
@@ -34,6 +39,7 @@ class Fleet:
 
     runners: list[ActorHandle]
     proxies: list[ActorHandle]
+    pairs: PlacementGroup
     retries: int
     facts: dict = field(default_factory=dict)
     _pending: dict[ray.ObjectRef, tuple[RolloutSpec, int, int]] = field(default_factory=dict)
@@ -42,14 +48,22 @@ class Fleet:
     @classmethod
     def start(cls, config: Config, run: RunDirectory, model_dir: str, generators: Sequence[ActorHandle]) -> "Fleet":
         """Starts all parts and waits until each says that it is ready. Raises what a part raises."""
-        proxies = [
-            Proxy.options(num_cpus=0, max_restarts=-1).remote(
-                config.proxy, config.policy, model_dir, list(generators), str(run.root / "journal" / str(number)))
-            for number in range(config.runners.count)]
-        runners = [Runner.options(num_cpus=0, max_restarts=-1).remote(config, proxy) for proxy in proxies]
-        ray.get([proxy.start.remote() for proxy in proxies])
-        facts = ray.get([runner.start.remote() for runner in runners])
-        return cls(runners, proxies, config.runners.infra_retries, facts[0])
+        pairs = _reserve(config.runners)
+        proxies, runners = [], []
+        for number in range(config.runners.count):
+            bundle = PlacementGroupSchedulingStrategy(pairs, placement_group_bundle_index=number)
+            place = {"max_restarts": -1, "num_cpus": config.runners.cpus / 2, "scheduling_strategy": bundle}
+            proxies.append(Proxy.options(**place).remote(
+                config.proxy, config.policy, model_dir, list(generators), str(run.root / "journal" / str(number))))
+            runners.append(Runner.options(**place).remote(config, proxies[-1]))
+        fleet = cls(runners, proxies, pairs, config.runners.infra_retries)
+        try:
+            ray.get([proxy.start.remote() for proxy in proxies])
+            fleet.facts = ray.get([runner.start.remote() for runner in runners])[0]
+        except BaseException:
+            fleet.stop()
+            raise
+        return fleet
 
     @property
     def running(self) -> int:
@@ -85,6 +99,7 @@ class Fleet:
                 log.warning("a runner did not stop by itself (%s); its processes end with it", type(error).__name__)
         for actor in [*self.runners, *self.proxies]:
             ray.kill(actor)
+        remove_placement_group(self.pairs)
 
     def _submit(self, spec: RolloutSpec, attempts: int) -> None:
         loads = [0] * len(self.runners)
@@ -105,3 +120,17 @@ class Fleet:
             return Trajectory(
                 rollout_id=spec.rollout_id, group_id=spec.group_id, task_id=spec.task.instance_id, calls=[],
                 end="infra_failed", reason=f"its runner died {attempts + 1} times")
+
+
+def _reserve(config: RunnersConfig) -> PlacementGroup:
+    """One bundle for each runner and its proxy. Raises `ConfigError` where the cluster has no room."""
+    bundle = {"CPU": config.cpus, **config.resources}
+    pairs = placement_group([bundle] * config.count, strategy="SPREAD")
+    try:
+        ray.get(pairs.ready(), timeout=PLACEMENT_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError:
+        remove_placement_group(pairs)
+        raise ConfigError(
+            f"runners: the cluster has no room for {config.count} x {bundle} (it has {ray.cluster_resources()}). "
+            "Lower runners.count or runners.cpus, or add nodes") from None
+    return pairs

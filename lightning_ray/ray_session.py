@@ -1,5 +1,6 @@
 """How a run reaches Ray: the cluster it is part of, one that it names, or a local one that ends with it."""
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -28,8 +29,11 @@ class RaySession:
             except (ConnectionError, ValueError) as error:
                 raise ConfigError(f"ray.address: {address!r} cannot be reached ({error}). {CONNECT_REMEDY}") from None
             return cls(ours=True)
-        slots = config.learner.ranks + config.generator.replicas * config.generator.tensor_parallel
+        runners = config.runners
+        slots = (config.learner.ranks + config.generator.replicas * config.generator.tensor_parallel
+                 + math.ceil(runners.count * runners.cpus))
         ray.init(num_cpus=max(os.cpu_count() or 1, slots), include_dashboard=False,
+                 resources={name: amount * runners.count for name, amount in runners.resources.items()},
                  object_store_memory=int(config.ray.object_store_gib * 2**30), **quiet)
         return cls(ours=True)
 
