@@ -18,6 +18,7 @@ import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lightning_ray.config import ConfigError
@@ -85,10 +86,10 @@ class WorkerProcess:
         self._tasks = {self._reading}
 
     @classmethod
-    async def start(cls, entry: str) -> "WorkerProcess":
+    async def start(cls, entry: str, scratch: Path) -> "WorkerProcess":
         """Raises `WorkerDied` where the harness cannot be imported or the process ends."""
         ours, theirs = socket.socketpair()
-        home = tempfile.mkdtemp(prefix="lightning-ray-worker-")
+        home = tempfile.mkdtemp(prefix="worker-", dir=scratch)
 
         with theirs:
             process = subprocess.Popen(
@@ -229,10 +230,11 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """`count` worker processes for one Python harness."""
+    """`count` worker processes for one Python harness; their homes are below `scratch`."""
 
-    def __init__(self, entry: str, count: int) -> None:
+    def __init__(self, entry: str, count: int, scratch: Path) -> None:
         self._entry = entry
+        self._scratch = scratch
         self._count = count
         self._workers: dict[int, WorkerProcess] = {}
         self._keepers: list[asyncio.Task] = []
@@ -285,7 +287,7 @@ class WorkerPool:
         try:
             while failures < START_ATTEMPTS:
                 try:
-                    worker = await WorkerProcess.start(self._entry)
+                    worker = await WorkerProcess.start(self._entry, self._scratch)
                 except WorkerDied as error:
                     failures += 1
                     if failures == START_ATTEMPTS or not self._workers:

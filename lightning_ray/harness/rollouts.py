@@ -1,0 +1,216 @@
+"""The rollouts of one runner: sandbox, harness and grading of each, driven by asyncio in one process.
+
+INIT (workspace, sandbox, endpoint) -> RUN (the agent's clock starts) -> its diff is taken, its endpoint revoked, its
+sandbox stopped -> GRADE (another sandbox over the pristine workspace). Each stage has places of its own. `run` never
+raises for anything that a rollout can do; what a failure means is decided in `harness/stages.py`. A cancelled rollout
+is cleaned up before the cancellation goes on.
+"""
+
+import asyncio
+import shlex
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from lightning_ray.config import Config
+from lightning_ray.harness import stages
+from lightning_ray.harness.command import run_command
+from lightning_ray.harness.pool import Execute, WorkerPool
+from lightning_ray.harness.spec import API_KEY, COMMAND_PORT, HarnessResult, RolloutSpec, command_plan, mounts
+from lightning_ray.harness.stages import Attempt, Failure, StageFailed, blamed_on
+from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
+from lightning_ray.sandbox.base import WORKSPACE, ExecResult, Limits, Sandbox, SandboxSpec
+from lightning_ray.tasks.base import Task, Workspaces
+from lightning_ray.tasks.grading import grader_for
+from lightning_ray.trajectory.call import Call, Trajectory
+
+INIT_PLACES = 8
+"""Sandboxes that are being brought up at once."""
+COMMAND_GRACE_S = 15.0
+"""How much longer than its clock a command harness may take to write files and to be killed."""
+GRADE_GRACE_S = 30.0
+"""How much longer than `reward.timeout_s` grading may take, its sandbox included, before it is given up."""
+
+
+class ProxyClient(Protocol):
+    """What a rollout needs of its proxy (`proxy/actor.py`)."""
+
+    async def open(self, rollout: OpenRollout) -> Endpoint: ...
+
+    async def listen(self, rollout_id: str, pid: int, port: int) -> None: ...
+
+    async def finish(self, rollout_id: str) -> list[Call]: ...
+
+
+class Rollouts:
+    """Runs rollouts. `sandbox` makes one that is not started; `pool` is needed for a Python harness only."""
+
+    def __init__(self, config: Config, proxy: ProxyClient, workspaces: Workspaces,
+                 sandbox: Callable[[SandboxSpec], Sandbox], pool: WorkerPool | None, facts: dict[str, Any]) -> None:
+        self._config = config
+        self._proxy = proxy
+        self._workspaces = workspaces
+        self._sandbox = sandbox
+        self._pool = pool
+        self._facts = facts
+        self._init_places = asyncio.Semaphore(INIT_PLACES)
+        self._run_places = asyncio.Semaphore(config.runners.rollouts)
+        self._grade_places = asyncio.Semaphore(config.runners.grading)
+        self._running: set[asyncio.Task] = set()
+        self._cleaning: set[asyncio.Task] = set()
+
+    async def run(self, spec: RolloutSpec) -> Trajectory:
+        """One rollout, from workspace to grade."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await self._run(spec)
+        finally:
+            self._running.discard(task)
+
+    async def stop(self) -> None:
+        """Cancel every rollout and wait until each is cleaned up."""
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*self._cleaning, return_exceptions=True)
+
+    async def _run(self, spec: RolloutSpec) -> Trajectory:
+        attempts: list[Attempt] = []
+        while True:
+            attempt = await self._attempt(spec, len(attempts))
+            attempts.append(attempt)
+            if not stages.again(attempt.failure, len(attempts) - 1, self._config.runners.infra_retries):
+                return stages.trajectory(spec, attempts, {"limits": self._facts.get("limits", "")})
+
+    async def _attempt(self, spec: RolloutSpec, number: int) -> Attempt:
+        attempt = Attempt()
+        name = spec.rollout_id if number == 0 else f"{spec.rollout_id}.{number}"
+        try:
+            async with self._run_places:
+                with blamed_on("infra", "init"):
+                    await self._agent(spec, name, attempt)
+            attempt.failure = stages.judge_run(attempt.result, attempt.calls)
+            if attempt.failure is None:
+                await self._grade(spec.task, name, attempt)
+        except StageFailed as failed:
+            attempt.failure = failed.failure
+        return attempt
+
+    async def _agent(self, spec: RolloutSpec, name: str, attempt: Attempt) -> None:
+        """INIT and RUN. Afterwards the attempt has its calls and its patch, and nothing of the agent is left."""
+        sandbox = None
+        opened = False
+        started = time.monotonic()
+        try:
+            async with self._init_places:
+                with blamed_on("task", "init"):
+                    workspace = await asyncio.to_thread(self._workspaces.prepare, spec.task)
+                sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits(), mounts(self._config.harness)))
+                with blamed_on("sandbox", "init"):
+                    await sandbox.start()
+                with blamed_on("proxy", "init"):
+                    opened = True
+                    endpoint = await self._proxy.open(self._open_rollout(spec, name))
+                    if self._config.harness.kind == "command":
+                        await self._proxy.listen(name, sandbox.pid, COMMAND_PORT)
+            running = time.monotonic()
+            attempt.timings["init"] = running - started
+            try:
+                with blamed_on("infra", "run"):
+                    attempt.result = await self._harness(spec, name, sandbox, endpoint)
+            finally:
+                attempt.timings["run"] = time.monotonic() - running
+                opened = False
+                with blamed_on("proxy", "run"):
+                    attempt.calls = await self._surely(self._proxy.finish(name))
+            if attempt.result.ok:
+                with blamed_on("sandbox", "run"):
+                    attempt.patch = await sandbox.diff()
+        finally:
+            if opened:
+                with blamed_on("proxy", "init"):
+                    await self._surely(self._proxy.finish(name))
+            if sandbox is not None:
+                with blamed_on("sandbox", "run"):
+                    await self._surely(sandbox.stop())
+
+    async def _harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, endpoint: Endpoint) -> HarnessResult:
+        harness = self._config.harness
+        limit = harness.timeout_s + (COMMAND_GRACE_S if harness.kind == "command" else 0.0)
+        try:
+            async with asyncio.timeout(limit) as clock:
+                if harness.kind == "command":
+                    plan = command_plan(harness, spec.task.problem_statement, self._config.policy.name)
+                    with blamed_on("sandbox", "run"):
+                        return await run_command(sandbox, plan, harness.timeout_s, harness.result)
+                request = {
+                    "task": {"instance_id": spec.task.instance_id, "repo": spec.task.repo,
+                             "problem_statement": spec.task.problem_statement},
+                    "base_url": endpoint.base_url, "api_key": API_KEY, "model": self._config.policy.name,
+                    "settings": harness.settings,
+                }
+                return await self._pool.run(name, request, self._execute_in(sandbox))
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            return HarnessResult("Timeout", ok=False, detail=f"after {harness.timeout_s:g} s")
+
+    def _execute_in(self, sandbox: Sandbox) -> Execute:
+        """How a Python harness's commands are run."""
+        async def execute(command: str, cwd: str, timeout: float | None, env: dict[str, str]) -> ExecResult:
+            if cwd not in ("", WORKSPACE):
+                command = f"cd {shlex.quote(cwd)} || exit 1\n{command}"
+            with blamed_on("sandbox", "run"):
+                return await sandbox.exec(command, timeout_s=timeout or self._config.sandbox.command_timeout_s, env=env)
+        return execute
+
+    async def _grade(self, task: Task, name: str, attempt: Attempt) -> None:
+        """GRADE, repeated where grading itself failed."""
+        if not attempt.patch.strip():
+            attempt.grade = stages.empty_patch()
+            return
+        started = time.monotonic()
+        failure: Failure | None = None
+        for number in range(self._config.runners.infra_retries + 1):
+            try:
+                async with self._grade_places:
+                    await self._grade_once(task, f"{name}.grade{number or ''}", attempt)
+            except StageFailed as failed:
+                failure = failed.failure
+            else:
+                break
+            finally:
+                attempt.timings["grade"] = time.monotonic() - started
+        if attempt.grade is None:
+            attempt.failure = failure
+
+    async def _grade_once(self, task: Task, name: str, attempt: Attempt) -> None:
+        with blamed_on("infra", "grade"):
+            workspace = await asyncio.to_thread(self._workspaces.prepare, task)
+        sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits()))
+        try:
+            with blamed_on("sandbox", "grade"):
+                await sandbox.start()
+            with blamed_on("grader", "grade"):
+                async with asyncio.timeout(self._config.reward.timeout_s + GRADE_GRACE_S):
+                    attempt.grade = await grader_for(task, self._config.reward).grade(task, attempt.patch, sandbox)
+        finally:
+            with blamed_on("sandbox", "grade"):
+                await self._surely(sandbox.stop())
+
+    async def _surely(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Await `work`, which goes on to its end even where the rollout is cancelled meanwhile."""
+        task = asyncio.create_task(work)
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
+        return await asyncio.shield(task)
+
+    def _limits(self) -> Limits:
+        sandbox = self._config.sandbox
+        return Limits(sandbox.memory_mb, sandbox.processes, sandbox.cpus, sandbox.disk_mb, sandbox.output_bytes)
+
+    def _open_rollout(self, spec: RolloutSpec, name: str) -> OpenRollout:
+        sampling = self._config.sampling.model_copy(update={"temperature": spec.temperature})
+        return OpenRollout(name, spec.mode, sampling, spec.seed, self._config.harness.max_calls)
