@@ -1,5 +1,7 @@
-"""What a runner tells a proxy about a rollout, and what it gets back. Plain data that travels between processes, so this
-file imports nothing heavy: a runner never pays for vLLM."""
+"""What a runner tells a proxy about a rollout, and what it gets back.
+
+Plain data that travels between processes, so this file imports nothing heavy: a runner never pays for vLLM.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +25,8 @@ class OpenRollout:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a rollout's harness finds its model: OpenAI clients at `base_url + "/v1"`, Anthropic clients at `base_url`."""
+    """Where a rollout's harness finds its model."""
 
     base_url: str
+    """Without `/v1`: OpenAI clients take `base_url + "/v1"`, Anthropic clients `base_url`."""
     token: str
