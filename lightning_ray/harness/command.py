@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_ray.config import HarnessResultFile
 from lightning_ray.harness.spec import CommandPlan, HarnessResult
-from lightning_ray.sandbox.base import Sandbox, SandboxError
+from lightning_ray.sandbox.base import Sandbox, SandboxDied, SandboxError
 
 LOG_CHARS = 4000
 SETUP_TIMEOUT_S = 30.0
@@ -29,13 +29,19 @@ async def run_command(sandbox: Sandbox, plan: CommandPlan, timeout_s: float,
         return HarnessResult("Timeout", ok=False, detail=f"after {timeout_s:g} s", log=log)
     if result_file is None or run.returncode != 0:
         return HarnessResult(f"exit code {run.returncode}", ok=run.returncode == 0, log=log)
-    return parse_result(result_file, await _read(sandbox, result_file.path), log)
+    try:
+        content = await sandbox.get(result_file.path)
+    except SandboxDied:
+        raise
+    except (FileNotFoundError, SandboxError):
+        content = None
+    return parse_result(result_file, content, log)
 
 
 def parse_result(result_file: HarnessResultFile, content: bytes | None, log: str) -> HarnessResult:
     """The exit status in the program's own result file. A file without it is a failure of the harness."""
     if content is None:
-        return HarnessResult("no result file", ok=False, detail=f"{result_file.path} was not written", log=log)
+        return HarnessResult("no result file", ok=False, detail=f"{result_file.path} was not written, or cannot be read", log=log)
     try:
         value: Any = json.loads(content)
         for key in result_file.key.split("."):
@@ -52,9 +58,3 @@ async def _write(sandbox: Sandbox, path: str, content: str) -> None:
                                  timeout_s=SETUP_TIMEOUT_S, stdin=content.encode())
     if written.returncode != 0:
         raise SandboxError(f"harness.files: {path} could not be written: {written.output.strip()}")
-
-
-async def _read(sandbox: Sandbox, path: str) -> bytes | None:
-    """One file of the sandbox, or None where there is none."""
-    run = await sandbox.exec(f"cat -- {shlex.quote(path)}", timeout_s=SETUP_TIMEOUT_S)
-    return run.output.encode() if run.returncode == 0 else None

@@ -19,7 +19,7 @@ from lightning_ray.harness.pool import Execute, WorkerPool
 from lightning_ray.harness.spec import API_KEY, COMMAND_PORT, HarnessResult, RolloutSpec, command_plan, mounts
 from lightning_ray.harness.stages import Attempt, Failure, StageFailed, blamed_on
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
-from lightning_ray.sandbox.base import WORKSPACE, ExecResult, Limits, Sandbox, SandboxSpec
+from lightning_ray.sandbox.base import WORKSPACE, ExecResult, Limits, PatchUnavailable, Sandbox, SandboxSpec
 from lightning_ray.tasks.base import Task, Workspaces
 from lightning_ray.tasks.grading import grader_for
 from lightning_ray.trajectory.call import Call, Trajectory
@@ -127,7 +127,7 @@ class Rollouts:
                     attempt.calls = await self._surely(self._proxy.finish(name))
             if attempt.result.ok:
                 with blamed_on("sandbox", "run"):
-                    attempt.patch = await sandbox.diff()
+                    attempt.patch = await _patch(sandbox)
         finally:
             if opened:
                 with blamed_on("proxy", "init"):
@@ -214,3 +214,11 @@ class Rollouts:
     def _open_rollout(self, spec: RolloutSpec, name: str) -> OpenRollout:
         sampling = self._config.sampling.model_copy(update={"temperature": spec.temperature})
         return OpenRollout(name, spec.mode, sampling, spec.seed, self._config.harness.max_calls)
+
+
+async def _patch(sandbox: Sandbox) -> str:
+    """The agent's diff. One that cannot be taken is its own doing."""
+    try:
+        return await sandbox.diff()
+    except PatchUnavailable as error:
+        raise StageFailed(Failure("harness", "run", stages.describe(error))) from error

@@ -68,6 +68,7 @@ class Attempt:
     calls: list[Call] = field(default_factory=list)
     result: HarnessResult | None = None
     patch: str = ""
+    """As the sandbox gave it: bytes that are no UTF-8 are surrogate escapes, which the record replaces."""
     grade: Grade | None = None
     failure: Failure | None = None
     timings: dict[str, float] = field(default_factory=dict)
@@ -106,8 +107,8 @@ def empty_patch() -> Grade:
 def trajectory(spec: RolloutSpec, attempts: Sequence[Attempt], notes: dict[str, Any]) -> Trajectory:
     """The rollout's record: its last attempt, and an account of those that were thrown away.
 
-    Notes: `attempts` (how many), `failures` (one line for each that was thrown away), `tokens_abandoned` (tokens
-    sampled in those), `exit_status`, `harness_log`, `grade` (the grader's report), and what `notes` brings.
+    Notes: `attempts` (how many), `failures` (one line for each that was thrown away), `exit_status`, `harness_log`,
+    `grade` (the grader's report), and what `notes` brings.
     """
     last = attempts[-1]
     end = end_of(last)
@@ -115,7 +116,6 @@ def trajectory(spec: RolloutSpec, attempts: Sequence[Attempt], notes: dict[str, 
     notes = notes | {
         "attempts": len(attempts),
         "failures": [str(attempt.failure) for attempt in attempts[:-1]],
-        "tokens_abandoned": sum(attempt.tokens_sampled for attempt in attempts[:-1]),
     }
     if last.result is not None:
         notes |= {"exit_status": last.result.exit_status, "harness_log": last.result.log[-LOG_CHARS:]}
@@ -130,8 +130,9 @@ def trajectory(spec: RolloutSpec, attempts: Sequence[Attempt], notes: dict[str, 
         reason=grade.reason if grade is not None else str(last.failure),
         reward=grade.reward if grade is not None else 0.0,
         passed=grade is not None and grade.passed,
-        patch=last.patch,
+        patch=last.patch.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
         suspicions=list(grade.suspicions) if grade is not None else [],
+        discarded_tokens=sum(attempt.tokens_sampled for attempt in attempts[:-1]),
         timings=last.timings,
         notes=notes,
     )
