@@ -173,6 +173,8 @@ class ProxyConfig(Part):
     max_body_mb: int = Field(default=32, ge=1)
     max_concurrent_calls: int = Field(default=64, ge=1)
     """Requests that one rollout may have open at once."""
+    retry_grace_s: float = Field(default=2, ge=0)
+    """A request whose client went away is kept running for so long, in case the client retries it."""
     journal: bool = True
     """Write calls to disk as they are recorded, so that a restarted proxy still knows them."""
 

@@ -1,0 +1,197 @@
+"""One rollout while it runs: requests become calls of the engine, answers are recorded and handed to who waits.
+
+`Capture` is the moving part around the bookkeeping in `session.py`: it owns the tasks of one rollout and its gate.
+A request that waits for an answer may go away. If nobody comes back for it within the retry grace, its generation is
+aborted; what it sampled is recorded and masked as `cancelled`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+
+from vllm.exceptions import VLLMValidationError
+
+from lightning_ray.generator.request import GenerateRequest, Generation
+from lightning_ray.proxy.codec import Answer, Codec, ToolCall
+from lightning_ray.proxy.continuation import Prompt, build_prompt
+from lightning_ray.proxy.dialect import Asked
+from lightning_ray.proxy.endpoint import OpenRollout
+from lightning_ray.proxy.engine import Engine
+from lightning_ray.proxy.errors import BadRequest, ContextLength, ProxyError, RolloutEnded
+from lightning_ray.proxy.gate import Gate
+from lightning_ray.proxy.sampling import Sampling, call_seed, choose, clamp
+from lightning_ray.proxy.session import Choice, Exchange, LimitReached, Session
+
+logger = logging.getLogger(__name__)
+
+OFF_LOOP_BYTES = 40_000
+"""Bodies longer than this are rendered in a thread, so that others are answered meanwhile."""
+ABORT_TIMEOUT_S = 30
+"""So long a generation may take to come back after it was aborted."""
+
+
+class Capture:
+    """A running rollout."""
+
+    def __init__(
+        self, opened: OpenRollout, codec: Codec, engine: Engine, *, most_running: int, retry_grace_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.session = Session(opened)
+        self.gate = Gate(most_running)
+        self.codec = codec
+        self.engine = engine
+        self.retry_grace_s = retry_grace_s
+        self.clock = clock
+        self.began = clock()
+        self.tasks: dict[int, asyncio.Task] = {}
+        self.requests: dict[int, list[str]] = {}
+
+    def now(self) -> float:
+        """Seconds since the rollout began."""
+        return self.clock() - self.began
+
+    def begin(self, asked: Asked, body: bytes, dialect: str, *, retried: bool) -> tuple[Exchange, asyncio.Task]:
+        """The exchange that answers a request, and the task that ends when it is answered.
+
+        The task raises `ProxyError`. Call `arrive` and `leave` around waiting for it.
+        """
+        key = blake2b(body, digest_size=16, key=dialect.encode()).digest()
+        try:
+            exchange, new = self.session.admit(key, calls=asked.n, retried=retried, now_s=self.now())
+        except LimitReached as limit:
+            raise RolloutEnded(f"This rollout has ended: {limit}.") from None
+        if new:
+            self.tasks[exchange.ordinal] = asyncio.create_task(self._answer(exchange, asked, len(body), dialect))
+        return exchange, self.tasks[exchange.ordinal]
+
+    def arrive(self, exchange: Exchange) -> None:
+        exchange.waiting += 1
+
+    def leave(self, exchange: Exchange, *, delivered: bool) -> None:
+        """A connection no longer waits: it has the whole answer, or it is gone."""
+        exchange.waiting -= 1
+        exchange.delivered = exchange.delivered or delivered
+        if not exchange.delivered and not exchange.waiting and not self.gate.closed:
+            asyncio.get_running_loop().call_later(self.retry_grace_s, self._abandoned, exchange)
+
+    def _abandoned(self, exchange: Exchange) -> None:
+        task = self.tasks.get(exchange.ordinal)
+        if not exchange.waiting and not exchange.delivered and task is not None and not task.done():
+            exchange.failed = True
+            self._abort(exchange.ordinal, task)
+
+    def _abort(self, ordinal: int, task: asyncio.Task) -> None:
+        requests = self.requests.get(ordinal)
+        if not requests:
+            task.cancel()
+        for request_id in requests or ():
+            abort = asyncio.ensure_future(self.engine.abort(request_id))
+            abort.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def finish(self) -> None:
+        """Close the gate, abort what runs, wait until all of it is recorded."""
+        self.gate.close()
+        running = {ordinal: task for ordinal, task in self.tasks.items() if not task.done()}
+        for ordinal, task in running.items():
+            self._abort(ordinal, task)
+        if running:
+            _, late = await asyncio.wait(running.values(), timeout=ABORT_TIMEOUT_S)
+            for task in late:
+                logger.warning("rollout %s: a generation did not end after its abort", self.session.opened.rollout_id)
+                task.cancel()
+        self.engine.forget(self.session.opened.rollout_id)
+
+    async def _answer(self, exchange: Exchange, asked: Asked, body_bytes: int, dialect: str) -> None:
+        try:
+            async with self.gate.turn():
+                prompt = await self._prompt(asked, body_bytes)
+                parent = prompt.continues.call if prompt.continues else None
+                ids = self.session.prompt_ids(parent, prompt.new_ids).tolist()
+                exchange.prompt_tokens = len(ids)
+                if len(ids) >= self.codec.max_context:
+                    raise ContextLength(self.codec.max_context, len(ids))
+                opened = self.session.opened
+                adjusted = self.codec.adjust(asked.request, free=opened.mode == "train")
+                constraint = adjusted.extract_structured_outputs()
+                sampling = choose(asked.request, opened, constraint)
+                limit = clamp(sampling, opened, len(ids), self.codec.max_context, self.session.tokens_sampled)
+                self.session.history.add_prompt(prompt.chain)
+                names = [f"{opened.rollout_id}/{exchange.ordinal}/{index}" for index in range(asked.n)]
+                self.requests[exchange.ordinal] = names
+                generations = await asyncio.gather(*(
+                    self.engine.generate(opened.rollout_id, GenerateRequest(
+                        request_id=name, prompt_ids=ids, max_tokens=limit, temperature=sampling.temperature,
+                        seed=call_seed(opened, exchange.key, exchange.repeat, index), stop=sampling.stop,
+                        stop_token_ids=sampling.stop_token_ids, params=sampling.params,
+                    ))
+                    for index, name in enumerate(names)
+                ))
+        except (ProxyError, asyncio.CancelledError):
+            self.session.fail(exchange)
+            raise
+        finally:
+            self.requests.pop(exchange.ordinal, None)
+        for generation in generations:
+            exchange.choices.append(self._record(
+                exchange, asked, prompt, ids, generation, sampling, dialect, adjusted,
+                masked="constrained" if constraint is not None else None,
+            ))
+
+    async def _prompt(self, asked: Asked, body_bytes: int) -> Prompt:
+        work = (asked.request, asked.messages, self.session.history, self.codec)
+        try:
+            if body_bytes > OFF_LOOP_BYTES:
+                return await asyncio.to_thread(build_prompt, *work)
+            return build_prompt(*work)
+        except VLLMValidationError as error:
+            raise BadRequest(str(error), param=error.parameter or "messages") from None
+
+    def _record(
+        self, exchange: Exchange, asked: Asked, prompt: Prompt, prompt_ids: list[int], generation: Generation,
+        sampling: Sampling, dialect: str, adjusted, *, masked: str | None,
+    ) -> Choice:
+        ids = generation.token_ids.tolist()
+        sampled_text = self.codec.decode(ids, prompt_ids)
+        ended = generation.finish_reason == "stop" and not isinstance(generation.stop_reason, str) and bool(ids)
+        end = self.codec.decode(ids[-1:]) if ended else ""
+        said = self._said(ids[:-1] if ended else ids, prompt_ids, generation, adjusted)
+        answer = self._parse(said, adjusted, prompt_ids, ids)
+        named = asked.request.tool_choice not in (None, "none", "auto", "required")
+        finish = "length" if generation.finish_reason == "abort" else generation.finish_reason
+        finish = "tool_calls" if answer.tool_calls and not named else finish
+        choice = Choice(
+            answer=answer, finish_reason=finish, stop_reason=generation.stop_reason, token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+        )
+        self.session.record(
+            exchange, prompt, asked.messages, choice, versions=generation.versions,
+            engine_finish=generation.finish_reason, sampled_text=sampled_text, end=end, dialect=dialect,
+            masked="cancelled" if generation.finish_reason == "abort" else masked,
+            overridden=sampling.overridden, now_s=self.now(),
+        )
+        return choice
+
+    def _said(self, ids: list[int], prompt_ids: list[int], generation: Generation, request) -> str:
+        """The answer's text as the harness may see it: stop string and half a character at the end removed."""
+        text = self.codec.decode(ids, prompt_ids, skip_special=request.skip_special_tokens)
+        if isinstance(generation.stop_reason, str) and not request.include_stop_str_in_output:
+            at = text.find(generation.stop_reason)
+            text = text[:at] if at >= 0 else text
+        return text.rstrip("\ufffd") if generation.finish_reason != "stop" else text
+
+    def _parse(self, text: str, request, prompt_ids: list[int], ids: list[int]) -> Answer:
+        try:
+            answer = self.codec.parse(text, request, prompt_ids, ids)
+        except Exception:
+            # vLLM's parsers are many and of mixed quality; what they cannot read is an answer all the same.
+            logger.warning("the parsers failed on an answer; it is passed on as plain text", exc_info=True)
+            return Answer(content=text)
+        calls = answer.tool_calls
+        if calls and request.parallel_tool_calls is False:
+            calls = calls[:1]
+        return Answer(answer.content, answer.reasoning, tuple(
+            ToolCall(call.id or f"call_{index}", call.name, call.arguments) for index, call in enumerate(calls)
+        ))

@@ -1,0 +1,145 @@
+"""The dialect of OpenAI Chat Completions, streamed and not."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from openai.types import CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionMessageToolCall
+from openai.types.chat.chat_completion import Choice as FullChoice
+from openai.types.chat.chat_completion import ChoiceLogprobs
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
+from openai.types.chat.chat_completion_message_function_tool_call import Function
+from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+from lightning_ray.proxy import sse
+from lightning_ray.proxy.codec import Codec
+from lightning_ray.proxy.dialect import Asked, check, load, only_text
+from lightning_ray.proxy.errors import BadRequest, ProxyError, openai_body
+from lightning_ray.proxy.session import Choice, Exchange
+
+MOST_CHOICES = 128
+
+
+def usage(exchange: Exchange) -> CompletionUsage:
+    sampled = sum(len(choice.token_ids) for choice in exchange.choices)
+    return CompletionUsage(
+        prompt_tokens=exchange.prompt_tokens, completion_tokens=sampled, total_tokens=exchange.prompt_tokens + sampled
+    )
+
+
+def prepare(data: dict[str, Any]) -> dict[str, Any]:
+    """Forms that mean nothing and that vLLM's protocol refuses are left out."""
+    if data.get("tools") == []:
+        data = {key: value for key, value in data.items() if key not in ("tools", "tool_choice")}
+    elif not data.get("tools") and data.get("tool_choice") in ("auto", "none"):
+        data = {key: value for key, value in data.items() if key != "tool_choice"}
+    for legacy in ("functions", "function_call"):
+        if data.get(legacy):
+            raise BadRequest(f"`{legacy}` is not supported; use `tools` and `tool_choice`.", param=legacy)
+    return data
+
+
+class Chat:
+    """`POST /v1/chat/completions`."""
+
+    name = "chat"
+    keep_alive = sse.KEEP_ALIVE
+
+    def __init__(self, codec: Codec, model: str) -> None:
+        self.codec = codec
+        self.model = model
+
+    def read(self, body: bytes) -> Asked:
+        request = check(ChatCompletionRequest, prepare(load(body)))
+        messages = list(request.messages)
+        if not messages:
+            raise BadRequest("`messages` must not be empty.", param="messages")
+        only_text(messages)
+        n = 1 if request.n is None else request.n
+        if not 1 <= n <= MOST_CHOICES:
+            raise BadRequest(f"`n` must be between 1 and {MOST_CHOICES}.", param="n")
+        return Asked(request=request, messages=messages, n=n, stream=bool(request.stream))
+
+    def answer(self, asked: Asked, exchange: Exchange, created: int) -> bytes:
+        choices = [
+            FullChoice.model_construct(
+                index=index, message=self._message(choice), finish_reason=choice.finish_reason,
+                logprobs=self._logprobs(asked, choice),
+            )
+            for index, choice in enumerate(exchange.choices)
+        ]
+        response = ChatCompletion.model_construct(
+            id=exchange.name("chatcmpl"), object="chat.completion", created=created,
+            model=asked.request.model or self.model, choices=choices, usage=usage(exchange),
+        )
+        return response.model_dump_json(exclude_unset=True, warnings=False).encode()
+
+    def stream(self, asked: Asked, exchange: Exchange, created: int) -> bytes:
+        options = asked.request.stream_options
+        with_usage = bool(options and options.include_usage)
+
+        def chunk(choices: list[ChunkChoice], **more: Any) -> str:
+            return ChatCompletionChunk.model_construct(
+                id=exchange.name("chatcmpl"), object="chat.completion.chunk", created=created,
+                model=asked.request.model or self.model, choices=choices, **more,
+            ).model_dump_json(exclude_unset=True, warnings=False)
+
+        unknown = {"usage": None} if with_usage else {}
+        lines = [
+            chunk([ChunkChoice.model_construct(
+                index=index, delta=delta, finish_reason=finish, logprobs=logprobs
+            )], **unknown)
+            for index, choice in enumerate(exchange.choices)
+            for delta, finish, logprobs in self._deltas(asked, choice)
+        ]
+        if with_usage:
+            lines.append(chunk([], usage=usage(exchange)))
+        return sse.events(lines) + sse.DONE
+
+    def error(self, error: ProxyError) -> bytes:
+        return openai_body(error)
+
+    def stream_error(self, error: ProxyError) -> bytes:
+        return sse.event(openai_body(error).decode())
+
+    def _message(self, choice: Choice) -> ChatCompletionMessage:
+        answer = choice.answer
+        fields: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if answer.tool_calls else "")}
+        if answer.reasoning:
+            fields |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+        if answer.tool_calls:
+            fields["tool_calls"] = [
+                ChatCompletionMessageToolCall.model_construct(
+                    id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments)
+                )
+                for call in answer.tool_calls
+            ]
+        return ChatCompletionMessage.model_construct(**fields)
+
+    def _deltas(self, asked: Asked, choice: Choice) -> Iterable[tuple[ChoiceDelta, str | None, Any]]:
+        answer = choice.answer
+        yield ChoiceDelta.model_construct(role="assistant", content=""), None, None
+        if answer.reasoning:
+            delta = ChoiceDelta.model_construct(reasoning_content=answer.reasoning, reasoning=answer.reasoning)
+            yield delta, None, None
+        logprobs = self._logprobs(asked, choice)
+        if answer.content or logprobs:
+            yield ChoiceDelta.model_construct(content=answer.content), None, logprobs
+        for index, call in enumerate(answer.tool_calls):
+            function = ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
+            delta = ChoiceDeltaToolCall.model_construct(index=index, id=call.id, type="function", function=function)
+            yield ChoiceDelta.model_construct(tool_calls=[delta]), None, None
+        yield ChoiceDelta.model_construct(), choice.finish_reason, None
+
+    def _logprobs(self, asked: Asked, choice: Choice) -> ChoiceLogprobs | None:
+        if not asked.request.logprobs:
+            return None
+        content = []
+        for token, logprob in zip(choice.token_ids, choice.logprobs, strict=True):
+            text = self.codec.decode([int(token)])
+            content.append(ChatCompletionTokenLogprob(
+                token=text, bytes=list(text.encode()), logprob=float(logprob), top_logprobs=[]
+            ))
+        return ChoiceLogprobs(content=content, refusal=None)

@@ -1,0 +1,116 @@
+"""The prompt of a call, token for token (law 2).
+
+A prompt that goes on from an earlier call of the rollout is that call's prompt ids, its sampled ids, and the tokens of
+the new text alone. It goes on when three things hold:
+
+1. its messages begin with the messages and the answer of that call (`history.py`; tool-call arguments may be
+   re-serialised, they are put back as the parser first gave them);
+2. the template renders those messages as it did for that call: the new text begins with the earlier prompt's text;
+3. what the template makes of the answer is either exactly the sampled text, or reads, by the same parsers, as the
+   same message (other white space, other JSON formatting).
+
+Where a template strips reasoning from history or the harness drops it, 2 or 3 fails and the prompt is tokenised
+afresh, as in deployment; the reason is the call's `relation`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+from lightning_ray.proxy.codec import Codec
+from lightning_ray.proxy.conversation import chain, digest, settings_digest
+from lightning_ray.proxy.history import Answered, History
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is sent to the engine, and how it came about."""
+
+    continues: Answered | None
+    """The call whose prompt and sampled ids come first, or None."""
+    new_ids: list[int]
+    """The tokens after them (all tokens where nothing is continued)."""
+    relation: str
+    text_length: int
+    text_digest: bytes
+    chain: list[bytes]
+    """The conversation's digests, one a message."""
+    added: list[dict[str, Any]]
+    """The messages that the continued call did not have."""
+
+
+def text_digest(text: str) -> bytes:
+    return digest([text])
+
+
+def put_back_arguments(
+    messages: Sequence[dict[str, Any]], found: Sequence[tuple[int, list[Answered]]]
+) -> list[dict[str, Any]]:
+    """The messages with the tool-call arguments of our answers as the parser first gave them; ids stay as sent."""
+    result = list(messages)
+    for position, calls in found:
+        ours = calls[0].answer.tool_calls
+        if not ours:
+            continue
+        message = result[position - 1]
+        result[position - 1] = {**message, "tool_calls": [
+            {**call, "function": {**call["function"], "arguments": mine.arguments}}
+            for call, mine in zip(message["tool_calls"], ours, strict=True)
+        ]}
+    return result
+
+
+def end_of_answer(
+    one: Answered, text: str, request: ChatCompletionRequest, messages: Sequence[dict[str, Any]], codec: Codec
+) -> int | str:
+    """Where in `text` the new part begins after the answer of `one`, or why `one` is not continued."""
+    start = one.prompt_length
+    if len(text) < start or text_digest(text[:start]) != one.prompt_digest:
+        return "template_rewrote"
+    if text.startswith(one.sampled_text, start):
+        return start + len(one.sampled_text)
+    if one.stopped_by_text:
+        return "stop_string"
+    alone = codec.render(request, messages[:one.messages], generation_prompt=False)
+    ends = (one.end,) if one.end else codec.end_texts
+    at = max(alone.rfind(end, start) for end in ends)
+    body = alone[start:at] if at >= 0 else alone[start:]
+    cut = start + len(body)
+    if one.end:
+        if not text.startswith(one.end, cut):
+            return "template_rewrote"
+        cut += len(one.end)
+    if not text.startswith(alone[:cut] if cut <= len(alone) else alone):
+        return "template_rewrote"
+    if not codec.reads_as(body, one.answer, request):
+        dropped = one.answer.reasoning and not messages[one.messages - 1].get("reasoning")
+        return "reasoning_dropped" if dropped else "template_rewrote"
+    return cut
+
+
+def build_prompt(
+    request: ChatCompletionRequest, messages: Sequence[dict[str, Any]], history: History, codec: Codec
+) -> Prompt:
+    """Render a conversation against what the rollout has already said. Reads `history`, changes nothing."""
+    start = settings_digest(codec.tools_of(request), codec.template_kwargs(request))
+    digests = chain(start, messages)
+    found = history.find(digests, messages)
+    messages = put_back_arguments(messages, found)
+    text = codec.render(request, messages)
+    refused = ""
+    for _, calls in found:
+        for one in calls:
+            cut = end_of_answer(one, text, request, messages, codec)
+            if isinstance(cut, int):
+                return Prompt(
+                    continues=one, new_ids=codec.encode(text[cut:], after=one.end),
+                    relation=history.relation(digests, messages, one, refused),
+                    text_length=len(text), text_digest=text_digest(text), chain=digests, added=messages[one.messages:],
+                )
+            refused = refused or cut
+    return Prompt(
+        continues=None, new_ids=codec.encode(text), relation=history.relation(digests, messages, None, refused),
+        text_length=len(text), text_digest=text_digest(text), chain=digests, added=list(messages),
+    )

@@ -1,0 +1,97 @@
+"""What a dialect is: it reads a request body, and writes answers and errors the way its vendor does."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+from vllm.exceptions import VLLMValidationError
+
+from lightning_ray.proxy.errors import BadRequest, ProxyError
+from lightning_ray.proxy.session import Exchange
+
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"})
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request, read."""
+
+    request: Any
+    """vLLM's `ChatCompletionRequest`, or `CompletionRequest`."""
+    messages: list[dict[str, Any]]
+    """The conversation in Chat Completions form; empty for Completions."""
+    n: int
+    stream: bool
+    original: Any = None
+    """The request as the dialect's own type, where it is another."""
+
+
+class Dialect(Protocol):
+    """One vendor's API."""
+
+    name: str
+    keep_alive: bytes
+
+    def read(self, body: bytes) -> Asked:
+        """Raises `ProxyError` for what cannot be honoured."""
+
+    def answer(self, asked: Asked, exchange: Exchange, created: int) -> bytes:
+        """The response body, not streamed."""
+
+    def stream(self, asked: Asked, exchange: Exchange, created: int) -> bytes:
+        """The whole event stream of the answer."""
+
+    def error(self, error: ProxyError) -> bytes:
+        """The body of an error response."""
+
+    def stream_error(self, error: ProxyError) -> bytes:
+        """An error as an event, where the stream has begun."""
+
+
+def scrub(value: Any) -> Any:
+    """`value` (JSON) without lone surrogates, which no tokenizer can read: each becomes U+FFFD."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {scrub(key): scrub(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [scrub(item) for item in value]
+    return value
+
+
+def load(body: bytes) -> dict[str, Any]:
+    """The JSON object of a request body."""
+    try:
+        data = json.loads(body)
+    except RecursionError:
+        raise BadRequest("The request body is nested too deeply.") from None
+    except ValueError as error:
+        raise BadRequest(f"The request body is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise BadRequest("The request body must be a JSON object.")
+    return scrub(data) if b"\\u" in body else data
+
+
+def check(model: type, data: dict[str, Any]) -> Any:
+    """`data` as a pydantic protocol object; what it refuses becomes a `BadRequest` that names the field."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadRequest(f"{where}: {first['msg']}" if where else first["msg"], param=where or None) from None
+    except VLLMValidationError as error:
+        raise BadRequest(str(error), param=error.parameter) from None
+
+
+def only_text(messages: list[dict[str, Any]]) -> None:
+    """Refuse images, audio and files: nothing a request says may make the proxy fetch something."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if kind not in TEXT_PARTS:
+                raise BadRequest(
+                    f"Content of type {kind!r} is not supported, only text.", param=f"messages.{number}.content"
+                )

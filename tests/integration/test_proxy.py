@@ -1,0 +1,108 @@
+"""The proxy as a Ray actor, with scripted generator actors: endpoints, namespaces, and generators that die."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import openai
+import pytest
+import ray
+
+from lightning_ray.config import PolicyConfig, ProxyConfig, SamplingConfig
+from lightning_ray.generator.request import Generation
+from lightning_ray.proxy.actor import Proxy
+from lightning_ray.proxy.endpoint import OpenRollout
+from tests.unit.proxy_parts import model_dir, tokenizer_of
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)
+class Scripted:
+    """A generator whose answers are always the same words; `first_life` makes it die at its first call."""
+
+    def __init__(self, words: str, marker: str | None = None) -> None:
+        tokenizer = tokenizer_of("hermes")
+        self.ids = [*tokenizer.encode(words, add_special_tokens=False), tokenizer.eos_token_id]
+        self.marker = marker
+
+    async def generate(self, request) -> Generation:
+        if self.marker and not os.path.exists(self.marker):
+            open(self.marker, "w").close()
+            os._exit(1)
+        size = len(self.ids)
+        return Generation(np.asarray(self.ids, np.int32), np.zeros(size, np.float32), np.zeros(size, np.int32), "stop")
+
+    async def abort(self, request_id: str) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return model_dir("hermes", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    own = not ray.is_initialized()
+    if own:
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+    yield
+    if own:
+        ray.shutdown()
+
+
+def opened(name: str) -> OpenRollout:
+    return OpenRollout(name, mode="train", sampling=SamplingConfig(), seed=1, max_calls=10)
+
+
+@pytest.fixture(scope="module")
+def proxy(cluster, model, tmp_path_factory):
+    marker = tmp_path_factory.mktemp("marker") / "died"
+    generator = Scripted.remote("The same words.", str(marker))
+    policy = PolicyConfig(path=model, tool_parser="hermes", max_context=4096)
+    actor = Proxy.remote(ProxyConfig(), policy, str(model), [generator], str(tmp_path_factory.mktemp("journal")))
+    assert ray.get(actor.start.remote())[1] > 0
+    yield actor
+    ray.kill(actor)
+    ray.kill(generator)
+
+
+async def test_law4_a_generator_that_dies_is_waited_for(proxy):
+    endpoint = await proxy.open.remote(opened("dies"))
+    client = openai.AsyncOpenAI(base_url=endpoint.base_url + "/v1", api_key="x", max_retries=0)
+    answer = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Go"}])
+    assert answer.choices[0].message.content == "The same words."
+    (call,) = await proxy.finish.remote("dies")
+    assert call.masked is None and len(call.sampled_ids) == len(call.logprobs)
+    with pytest.raises(openai.NotFoundError):
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Go"}])
+    await client.close()
+
+
+INSIDE = """
+import json, urllib.request
+body = json.dumps({"messages": [{"role": "user", "content": "From inside"}]}).encode()
+url = "http://127.0.0.1:8080/v1/chat/completions"
+request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+
+
+async def test_a_namespace_without_network_reaches_its_own_endpoint(proxy):
+    """`unshare` makes a network namespace with nothing in it; the endpoint appears there, and only for its rollout."""
+    await proxy.open.remote(opened("inside"))
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    process = subprocess.Popen(
+        ["unshare", *user, "--net", sys.executable, "-c",
+         "import subprocess, sys\nsubprocess.run(['ip', 'link', 'set', 'lo', 'up'])\nprint('up', flush=True)\n"
+         f"sys.stdin.readline()\nexec({json.dumps(INSIDE)})"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )
+    assert await asyncio.to_thread(process.stdout.readline) == "up\n"
+    await proxy.listen.remote("inside", process.pid, 8080)
+    out, _ = await asyncio.to_thread(process.communicate, "go\n", 60)
+    assert out == "The same words.\n"
+    (call,) = await proxy.finish.remote("inside")
+    assert "From inside" in call.messages

@@ -1,0 +1,220 @@
+"""What the proxy's tests share: model directories that hold a tokenizer and a template only, and scripted engines.
+
+A codec needs no weights, so these directories have none. The templates are written after the published formats of
+four families: ChatML, Hermes (tools as JSON in tags), Qwen3 (reasoning, stripped from turns before the last question)
+and Llama 3 (headers, trimmed contents).
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+from lightning_ray.config import PolicyConfig, ProxyConfig, SamplingConfig
+from lightning_ray.generator.request import GenerateRequest, Generation
+from lightning_ray.proxy.codec import Codec
+from lightning_ray.proxy.endpoint import OpenRollout
+from lightning_ray.proxy.engine import Engine
+from lightning_ray.proxy.server import ProxyServer
+
+CHATML = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+HERMES = """\
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if messages[0].role == 'system' -%}{{- messages[0].content + '\\n\\n' -}}{%- endif -%}
+{{- '<tools>' -}}{%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
+{{- '\\n</tools><|im_end|>\\n' -}}
+{%- elif messages[0].role == 'system' -%}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- elif message.role == 'assistant' -%}
+{{- '<|im_start|>assistant\\n' + (message.content or '') -}}
+{%- for call in message.tool_calls or [] -%}
+{%- if not loop.first or message.content -%}{{- '\\n' -}}{%- endif -%}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- elif message.role == 'tool' -%}
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+REASONING = """\
+{%- set last = namespace(question=-1) -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{%- set last.question = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- if tools -%}
+{{- '<|im_start|>system\\n<tools>' -}}{%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
+{{- '\\n</tools><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role in ('user', 'system') -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- elif message.role == 'assistant' -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if loop.index0 > last.question and message.reasoning_content -%}
+{{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' -}}
+{%- endif -%}
+{{- (message.content or '').lstrip('\\n') -}}
+{%- for call in message.tool_calls or [] -%}
+{%- if not loop.first or message.content -%}{{- '\\n' -}}{%- endif -%}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- elif message.role == 'tool' -%}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+LLAMA3 = """\
+{{- '<|begin_of_text|>' -}}
+{%- for message in messages -%}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + (message.content or '') | trim + '<|eot_id|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}
+"""
+
+CHATML_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+LLAMA3_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+
+FAMILIES = {
+    "chatml": (CHATML, CHATML_SPECIAL, "<|im_end|>", None, None),
+    "hermes": (HERMES, CHATML_SPECIAL, "<|im_end|>", "hermes", None),
+    "reasoning": (REASONING, CHATML_SPECIAL, "<|im_end|>", "hermes", "qwen3"),
+    "llama3": (LLAMA3, LLAMA3_SPECIAL, "<|eot_id|>", None, None),
+}
+"""Family -> template, special tokens, end of turn, tool parser, reasoning parser."""
+
+BASH = {"type": "function", "function": {
+    "name": "bash", "description": "Run a command.",
+    "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+}}
+
+CORPUS = ["the answer is in the file and the file is here\n", '{"name": "bash", "arguments": {"command": "ls -la"}}',
+          "assistant user system tool think\n", "for value in values:\n    total += value\n"]
+
+
+def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
+    template, special, end, _, _ = FAMILIES[family]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(
+        vocab_size=420, special_tokens=special, show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    ))
+    backend.add_tokens([AddedToken(marker, normalized=False, special=False) for marker in MARKERS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=end, pad_token=special[0], chat_template=template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def model_dir(family: str, root: Path) -> Path:
+    """A directory with config and tokenizer: enough for a codec."""
+    target = root / family
+    tokenizer = tokenizer_of(family)
+    tokenizer.save_pretrained(target)
+    Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=32, intermediate_size=64, max_position_embeddings=131072, architectures=["Qwen3ForCausalLM"],
+        eos_token_id=tokenizer.eos_token_id,
+    ).save_pretrained(target)
+    return target
+
+
+@cache
+def codec_of(family: str, max_context: int = 65536) -> Codec:
+    _, _, _, tools, reasoning = FAMILIES[family]
+    directory = model_dir(family, Path(mkdtemp(prefix="lightning-ray-tokenizers-")))
+    return Codec(directory, PolicyConfig(
+        path=directory, tool_parser=tools, reasoning_parser=reasoning, max_context=max_context
+    ))
+
+
+class ScriptedEngine:
+    """A generator whose answers are written in advance: `say` maps a request to text, or to token ids.
+
+    The end-of-turn token is appended to text, unless the text ends with a backslash (which is taken off: cut off by
+    length). `hold` keeps generations back until they are released or aborted.
+    """
+
+    def __init__(self, codec: Codec, say: Callable[[GenerateRequest], str | list[int]]) -> None:
+        self.codec = codec
+        self.say = say
+        self.requests: list[GenerateRequest] = []
+        self.aborted: list[str] = []
+        self.hold: asyncio.Event | None = None
+        self.version = 0
+        self._events: dict[str, asyncio.Event] = {}
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        said = self.say(request)
+        if isinstance(said, str):
+            cut = said.endswith("\\")
+            ids = self.codec.specials.encode(said[:-1] if cut else said)
+            ids = ids if cut else [*ids, self.codec.tokenizer.eos_token_id]
+        else:
+            ids, cut = list(said), said[-1:] != [self.codec.tokenizer.eos_token_id]
+        finish = "length" if cut else "stop"
+        if len(ids) > request.max_tokens:
+            ids, finish = ids[:request.max_tokens], "length"
+        if self.hold is not None:
+            aborted = self._events.setdefault(request.request_id, asyncio.Event())
+            waits = [asyncio.ensure_future(self.hold.wait()), asyncio.ensure_future(aborted.wait())]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            if aborted.is_set():
+                ids, finish = ids[:2], "abort"
+        size = len(ids)
+        return Generation(
+            np.asarray(ids, np.int32), np.full(size, -0.5, np.float32), np.full(size, self.version, np.int32), finish
+        )
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self._events.setdefault(request_id, asyncio.Event()).set()
+
+
+def proxy_of(
+    codec: Codec, say: Callable[[GenerateRequest], str | list[int]], **config
+) -> tuple[ProxyServer, ScriptedEngine]:
+    """A proxy in this process (not started) and its engine."""
+    engine = ScriptedEngine(codec, say)
+    return ProxyServer(codec, Engine([engine]), ProxyConfig(**config), "policy"), engine
+
+
+def rollout(name: str = "r0", **fields) -> OpenRollout:
+    defaults = {"mode": "train", "sampling": SamplingConfig(max_tokens=256), "seed": 7, "max_calls": 100}
+    return OpenRollout(rollout_id=name, **defaults | fields)
+
+
+def tool_call(command: str, name: str = "bash") -> str:
+    return '<tool_call>\n' + json.dumps({"name": name, "arguments": {"command": command}}) + '\n</tool_call>'
