@@ -7,8 +7,8 @@ from pathlib import Path
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.harness.spec import check_harness
 from lightning_ray.policy.source import check_policy
+from lightning_ray.sandbox.backend import check
 from lightning_ray.sandbox.base import SandboxUnavailable
-from lightning_ray.sandbox.bubblewrap import check
 
 FREE_DISK_MB = 500
 """A quickstart run writes about 100 MB; below this not even that is safe."""

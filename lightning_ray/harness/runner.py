@@ -19,7 +19,7 @@ from lightning_ray.harness.scratch import Scratch, sweep
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.harness.stages import Attempt, Failure
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
-from lightning_ray.sandbox.bubblewrap import Bubblewrap, check, isolation_report
+from lightning_ray.sandbox.backend import choose
 from lightning_ray.tasks.workspaces import Workspaces
 from lightning_ray.trajectory.call import Call, Trajectory
 
@@ -93,12 +93,12 @@ class Runner:
         if config.sandbox.backend != "bubblewrap":
             raise ConfigError(f"sandbox.backend: {config.sandbox.backend!r} is not available in this version. Use "
                               "bubblewrap")
-        await asyncio.to_thread(check, config.sandbox)
-        self._facts = await asyncio.to_thread(isolation_report)
+        backend = await asyncio.to_thread(choose, config.sandbox)
+        self._facts = backend.report
         await asyncio.to_thread(sweep)
         self._scratch = Scratch()
         if config.harness.kind == "python":
             self._pool = WorkerPool(config.harness.entry, config.harness.workers, self._scratch.path)
             await self._pool.start()
-        return Rollouts(config, self._proxy, Workspaces(self._scratch.path / "workspaces"), Bubblewrap, self._pool,
+        return Rollouts(config, self._proxy, Workspaces(self._scratch.path / "workspaces"), backend.make, self._pool,
                         self._facts)

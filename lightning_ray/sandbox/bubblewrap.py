@@ -16,45 +16,35 @@ import os
 import re
 import secrets
 import select
-import shlex
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ray.sandbox import filesystem, limits, pack, seccomp, uids
-from lightning_ray.sandbox.base import (
-    WORKSPACE,
-    ExecResult,
-    PatchUnavailable,
-    SandboxDied,
-    SandboxError,
-    SandboxSpec,
-    SandboxUnavailable,
-)
+from lightning_ray.sandbox.base import WORKSPACE, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
+from lightning_ray.sandbox.commands import Commands
 from lightning_ray.sandbox.shell import Pipes, Shell
 
-STARTS = 4
+THREADS = 4
 """Threads that start and stop sandboxes, so that a thousand at once do not stall the event loop."""
 START_TIMEOUT_S = 60.0
-FILE_BYTES = 16 * 2**20
-"""Largest file that `get` returns."""
-PATCH_BYTES = 8 * 2**20
-"""Largest patch that `diff` returns."""
-OWN_TIMEOUT_S = 60.0
-"""For what `put`, `get` and `diff` run inside."""
+END_TIMEOUT_S = 10.0
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
+def threads() -> ThreadPoolExecutor:
     """Threads that never end: a sandbox is killed when the *thread* that started it ends (PR_SET_PDEATHSIG)."""
-    return ThreadPoolExecutor(STARTS, thread_name_prefix="sandbox")
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="sandbox")
 
 
 @dataclass(slots=True)
-class _Running:
+class Running:
+    """The processes of a sandbox and what the host holds for it."""
+
     outer: subprocess.Popen[bytes]
     pid: int
     process: int
@@ -62,15 +52,21 @@ class _Running:
     group: limits.LimitedGroup
     uid: int | None
     pipes: Pipes
+    bootstrap: str
+    """What bash must be told first."""
 
 
-class Bubblewrap:
+class Bubblewrap(Commands):
     """See `base.Sandbox`. Belongs to the event loop that started it."""
 
-    def __init__(self, spec: SandboxSpec) -> None:
+    _workspace = WORKSPACE
+    _scratch = filesystem.SCRATCH
+
+    def __init__(self, spec: SandboxSpec, without: frozenset[str] = frozenset()) -> None:
+        """`without`: parts of the isolation to leave out, `system_calls` or `user` (see `backend.choose`)."""
         self.spec = spec
-        self._running: _Running | None = None
-        self._shell: Shell | None = None
+        self._without = without
+        self._running: Running | None = None
         self._stopped = False
 
     @property
@@ -88,16 +84,18 @@ class Bubblewrap:
     async def start(self) -> None:
         if self._stopped or self._running:
             raise SandboxError("a sandbox is started once")
-        launch = asyncio.get_running_loop().run_in_executor(_threads(), _launch, self.spec)
+        launch = asyncio.get_running_loop().run_in_executor(threads(), _launch, self.spec, self._without)
         try:
-            self._running, bootstrap = await asyncio.shield(launch)
+            running = await asyncio.shield(launch)
         except asyncio.CancelledError:
             launch.add_done_callback(_abandon)
             raise
-        running = self._running
+        self._running = running
         self._shell = Shell(running.pipes, running.pid, running.process, self.spec.limits.output_bytes)
         try:
-            ready = await self._shell.bootstrap(bootstrap, START_TIMEOUT_S)
+            ready = await self._shell.bootstrap(running.bootstrap, START_TIMEOUT_S)
+            if ready.returncode:
+                raise SandboxError(f"the workspace {self.spec.workspace} does not fit into the sandbox: {ready.output}")
         except SandboxDied as error:
             said = _said(running.pipes.output)
             await self.stop()
@@ -105,65 +103,6 @@ class Bubblewrap:
         except BaseException:
             await self.stop()
             raise
-        if ready.returncode:
-            await self.stop()
-            raise SandboxError(f"the workspace {self.spec.workspace} does not fit into the sandbox: {ready.output}")
-
-    async def exec(self, command: str, *, timeout_s: float, env: dict[str, str] | None = None,
-                   stdin: bytes = b"") -> ExecResult:
-        return await self._live.run(command, timeout_s=timeout_s, env=env, stdin=stdin)
-
-    @property
-    def _live(self) -> Shell:
-        if self._shell is None:
-            raise SandboxDied("the sandbox is not running")
-        return self._shell
-
-    async def put(self, files: dict[str, bytes]) -> None:
-        for name in files:
-            if name.startswith("/") or ".." in name.split("/"):
-                raise ValueError(f"not a path below the workspace: {name!r}")
-        command = f"tar -xf - -C {WORKSPACE} --no-same-owner"
-        done = await self._live.run(command, timeout_s=OWN_TIMEOUT_S, stdin=pack.pack_files(files))
-        if done.returncode:
-            raise SandboxError(f"files could not be written into the sandbox: {done.output.strip()}")
-
-    async def get(self, path: str) -> bytes:
-        name = shlex.quote(path if path.startswith("/") else f"{WORKSPACE}/{path}")
-        raw, returncode, timed_out, truncated = await self._live.run_raw(
-            f"test -f {name} || exit 44; cat -- {name}", OWN_TIMEOUT_S, output_bytes=FILE_BYTES
-        )
-        if returncode == 44:
-            raise FileNotFoundError(path)
-        if returncode or timed_out or truncated:
-            raise SandboxError(f"{path} cannot be read, or is larger than {FILE_BYTES} bytes")
-        return raw
-
-    async def diff(self) -> str:
-        """Taken with the workspace's own repository, brought anew from outside: what was done to `.git` inside
-        (commits, configuration, hooks, ignored files) makes no difference. Bytes that are not UTF-8 come as
-        surrogate escapes. `PatchUnavailable` where the patch is too large or cannot be taken.
-        """
-        with open(pack.open_pack(self.spec.workspace), "rb") as file:
-            repository = file.read()
-        place = f"{filesystem.SCRATCH}/{secrets.token_hex(8)}"
-        git = f"git --git-dir={place}/.git --work-tree={WORKSPACE} -c core.quotePath=false -c core.fsmonitor=false"
-        command = (
-            f"mkdir {place} && tar -xf - -C {place} ./.git 2>/dev/null && cd {WORKSPACE} && "
-            f"{{ {git} add -A --ignore-errors . >/dev/null 2>&1; "
-            f"{git} diff --cached --binary --full-index --no-color --no-ext-diff --no-textconv --no-renames "
-            f"--src-prefix=a/ --dst-prefix=b/ HEAD; }}; status=$?; rm -rf {place}; exit $status"
-        )
-        env = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_OPTIONAL_LOCKS": "0"}
-        raw, returncode, timed_out, truncated = await self._live.run_raw(
-            command, OWN_TIMEOUT_S, env, repository, PATCH_BYTES
-        )
-        if truncated:
-            raise PatchUnavailable(f"the patch is larger than {PATCH_BYTES} bytes")
-        if returncode or timed_out:
-            reason = "git took too long" if timed_out else raw[-500:].decode("utf-8", "replace")
-            raise PatchUnavailable(f"no patch can be taken of the workspace: {reason}")
-        return raw.decode("utf-8", "surrogateescape")
 
     async def stop(self) -> None:
         self._stopped = True
@@ -172,29 +111,13 @@ class Bubblewrap:
             return
         if self._shell is not None:
             self._shell.kill()
-        ending = asyncio.get_running_loop().run_in_executor(_threads(), _end, running)
-        await asyncio.shield(ending)
-
-    def isolation_report(self) -> dict[str, object]:
-        return isolation_report()
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(threads(), _end, running))
 
 
 @functools.cache
-def bubblewrap_version() -> str:
-    done = subprocess.run([_binary(), "--version"], capture_output=True, text=True, env={})
+def version() -> str:
+    done = subprocess.run([_binary(), "--version"], capture_output=True, text=True, env={}, check=False)
     return done.stdout.strip().removeprefix("bubblewrap ")
-
-
-def isolation_report() -> dict[str, object]:
-    """What separates sandboxes from this machine, for the run's record."""
-    return {
-        "backend": "bubblewrap",
-        "bubblewrap": bubblewrap_version(),
-        "namespaces": ["user", "mnt", "pid", "net", "ipc", "uts", "cgroup"],
-        "user": "own uid" if os.geteuid() == 0 else "user namespace",
-        "system_calls": "seccomp",
-        "limits": limits.in_force(),
-    }
 
 
 @functools.cache
@@ -215,8 +138,8 @@ def _setpriv() -> str:
     return path
 
 
-def _launch(spec: SandboxSpec) -> tuple[_Running, str]:
-    """Start the processes (in a thread: it blocks), and say what bash must be told first."""
+def _launch(spec: SandboxSpec, without: frozenset[str]) -> Running:
+    """Start the processes (in a thread: it blocks)."""
     inherited: list[int] = []  # descriptors that only the child needs
     ours: list[int] = []
 
@@ -230,7 +153,7 @@ def _launch(spec: SandboxSpec) -> tuple[_Running, str]:
 
     name = re.sub(r"[^A-Za-z0-9_-]", "_", spec.name)[:64]
     group = limits.LimitedGroup(f"{name}.{secrets.token_hex(4)}", spec.limits)
-    owners = uids.of_this_process()
+    owners = None if "user" in without else uids.of_this_process()
     uid = owners.take() if owners else None
     outer: subprocess.Popen[bytes] | None = None
     process = -1
@@ -251,7 +174,8 @@ def _launch(spec: SandboxSpec) -> tuple[_Running, str]:
             ours.append(drain)
             workspace = keep(pack.open_pack(spec.workspace))
             args = filesystem.arguments(spec, keep)
-            args += ["--seccomp", str(keep(seccomp.open_program()))]
+            if "system_calls" not in without:
+                args += ["--seccomp", str(keep(seccomp.open_program()))]
             args += ["--info-fd", str(info_in), "--block-fd", str(block_in)]
             listing = keep(os.memfd_create("arguments"))
             os.write(listing, b"\0".join(os.fsencode(arg) for arg in args) + b"\0")
@@ -291,10 +215,10 @@ def _launch(spec: SandboxSpec) -> tuple[_Running, str]:
         f"tar -xf - -C {WORKSPACE} --no-same-owner <&{workspace} {workspace}<&- {status_in}<&- {data_in}<&-\n"
         f"done=$?; exec {workspace}<&-; (exit $done)"
     )
-    return _Running(outer, pid, process, group, uid, pipes), bootstrap
+    return Running(outer, pid, process, group, uid, pipes, bootstrap)
 
 
-def _outer_command(uid: int | None, keep) -> tuple[list[str], dict[str, str]]:
+def _outer_command(uid: int | None, keep: Callable[[int], int]) -> tuple[list[str], dict[str, str]]:
     """How bubblewrap is called. Under an id of its own it may not be able to reach its own binary (a virtual
     environment below a private home): it is then run through file descriptors that root opened."""
     if uid is None:
@@ -327,13 +251,13 @@ def _said(output: int) -> str:
     return ""
 
 
-def _end(running: _Running) -> None:
+def _end(running: Running) -> None:
     """Kill all of it and wait until it is gone (in a thread: it blocks)."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(running.process, signal.SIGKILL)
     running.outer.kill()
     running.outer.wait()
-    select.select([running.process], [], [], 10.0)  # readable when the namespace's last process is gone
+    select.select([running.process], [], [], END_TIMEOUT_S)  # readable when the namespace's last process is gone
     running.group.remove()
     if running.uid is not None and (owners := uids.of_this_process()):
         owners.give_back(running.uid)
@@ -341,7 +265,7 @@ def _end(running: _Running) -> None:
     running.pipes.close()
 
 
-def _abandon(launch: asyncio.Future) -> None:
+def _abandon(launch: asyncio.Future[Running]) -> None:
     """A start whose caller was cancelled: end what it started, as soon as it has."""
     if not launch.cancelled() and launch.exception() is None:
-        _threads().submit(_end, launch.result()[0])
+        threads().submit(_end, launch.result())

@@ -191,7 +191,7 @@ class Shell:
                 if finished.done() and not started:
                     returncode = finished.result()
                     break
-                for pid in _with_descendants(started):
+                for pid in with_descendants(started):
                     _kill_inside(pid, self._pid)
                 await asyncio.wait([finished], timeout=0.005)
                 await asyncio.sleep(0)
@@ -309,7 +309,8 @@ def _children(pid: int) -> set[int]:
     return found
 
 
-def _with_descendants(pids: set[int]) -> set[int]:
+def with_descendants(pids: set[int]) -> set[int]:
+    """These processes and everything below them."""
     found: set[int] = set()
     todo = list(pids)
     while todo:

@@ -1,7 +1,7 @@
 """Calls the candidate's functions. Runs inside the grader's sandbox by `python3 -I -S -c`: it may import nothing but
-the standard library, and knows arguments but no expected value.
+the standard library, and knows arguments but no expected value. It starts in the workspace.
 
-Input (stdin, JSON): `{"nonce", "workspace", "module", "calls": [[id, function, args, kwargs], ...]}`.
+Input (stdin, JSON): `{"nonce", "module", "calls": [[id, function, args, kwargs], ...]}`.
 Output, one line each on the descriptor that was stdout: `NONCE {"id": ..., "value": ...}` or `NONCE {"id": ...,
 "error": ...}`, first `NONCE {"imported": true}` or `NONCE {"import_error": ...}`, last `NONCE {"ended": true}`.
 The candidate's own stdout and stderr go to /dev/null.
@@ -28,7 +28,7 @@ def main() -> None:
         while line:
             line = line[write(channel, line) :]
 
-    sys.path.insert(0, order["workspace"])
+    sys.path.insert(0, os.getcwd())
     sys.dont_write_bytecode = True
     try:
         module = importlib.import_module(order["module"])

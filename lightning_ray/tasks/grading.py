@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lightning_ray.config import RewardConfig
-from lightning_ray.sandbox.base import WORKSPACE, ExecResult, Sandbox
+from lightning_ray.sandbox.base import ExecResult, Sandbox
 from lightning_ray.tasks import patches
 from lightning_ray.tasks.base import Grade, Grader, Task
 
@@ -180,7 +180,7 @@ class CasesGrader:
             for name, case in ((name, self._grading.cases[name]) for name in dict.fromkeys(self._required))
         ]
         module = ".".join(PurePosixPath(self._grading.module).with_suffix("").parts)
-        order = {"nonce": nonce, "workspace": WORKSPACE, "module": module, "calls": calls}
+        order = {"nonce": nonce, "module": module, "calls": calls}
         command = f"exec python3 -I -S -c {shlex.quote(DRIVER)}"
         return await sandbox.exec(command, timeout_s=self._config.timeout_s, stdin=json.dumps(order).encode())
 
