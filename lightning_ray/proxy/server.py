@@ -26,8 +26,8 @@ from lightning_ray.proxy.dialect import Asked, Dialect
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
 from lightning_ray.proxy.engine import Engine
 from lightning_ray.proxy.errors import BadRequest, NotFound, ProxyError, TooLarge, openai_body
-from lightning_ray.proxy.listener import listen_inside
 from lightning_ray.proxy.session import Exchange
+from lightning_ray.sandbox.network import listen_inside
 from lightning_ray.trajectory.call import Call
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ try:
         if setns(descriptor, kind):
             raise OSError(ctypes.get_errno(), "setns: " + os.strerror(ctypes.get_errno()))
     listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     listener.listen({BACKLOG})
     socket.send_fds(channel, [b"+"], [listener.fileno()])
@@ -48,6 +49,7 @@ def listen_inside(pid: int, port: int) -> socket.socket:
 def _listener(port: int) -> socket.socket:
     listener = socket.socket()
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(BACKLOG)
     except OSError:
