@@ -14,13 +14,14 @@ from hashlib import blake2b
 from vllm.exceptions import VLLMValidationError
 
 from lightning_ray.generator.request import GenerateRequest, Generation
-from lightning_ray.proxy.codec import Answer, Codec, ToolCall
+from lightning_ray.proxy.codec import Codec
 from lightning_ray.proxy.continuation import Prompt, build_prompt
 from lightning_ray.proxy.dialect import Asked
 from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.proxy.engine import Engine
 from lightning_ray.proxy.errors import BadRequest, ContextLength, ProxyError, RolloutEnded
 from lightning_ray.proxy.gate import Gate
+from lightning_ray.proxy.reading import read
 from lightning_ray.proxy.sampling import Sampling, call_seed, choose, clamp
 from lightning_ray.proxy.session import Choice, Exchange, LimitReached, Session
 
@@ -121,14 +122,14 @@ class Capture:
                 self.session.history.add_prompt(prompt.chain)
                 names = [f"{opened.rollout_id}/{exchange.ordinal}/{index}" for index in range(asked.n)]
                 self.requests[exchange.ordinal] = names
-                generations = await asyncio.gather(*(
-                    self.engine.generate(opened.rollout_id, GenerateRequest(
+                generations = await self._generate([
+                    GenerateRequest(
                         request_id=name, prompt_ids=ids, max_tokens=limit, temperature=sampling.temperature,
                         seed=call_seed(opened, exchange.key, exchange.repeat, index), stop=sampling.stop,
                         stop_token_ids=sampling.stop_token_ids, params=sampling.params,
-                    ))
+                    )
                     for index, name in enumerate(names)
-                ))
+                ])
         except (ProxyError, asyncio.CancelledError):
             self.session.fail(exchange)
             raise
@@ -139,6 +140,22 @@ class Capture:
                 exchange, asked, prompt, ids, generation, sampling, dialect, adjusted,
                 masked="constrained" if constraint is not None else None,
             ))
+
+    async def _generate(self, requests: list[GenerateRequest]) -> list[Generation]:
+        """All of them, or `ProxyError` where the engine refuses one (a bad schema, say)."""
+        rollout_id = self.session.opened.rollout_id
+        results = await asyncio.gather(
+            *(self.engine.generate(rollout_id, request) for request in requests), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, ValueError):
+                raise BadRequest(f"The engine refused the request: {result}")
+            if isinstance(result, Exception):
+                logger.error("rollout %s: the engine failed on a request", rollout_id, exc_info=result)
+                raise ProxyError("The engine failed on this request.")
+            if isinstance(result, BaseException):
+                raise result
+        return results
 
     async def _prompt(self, asked: Asked, body_bytes: int) -> Prompt:
         work = (asked.request, asked.messages, self.session.history, self.codec)
@@ -153,12 +170,8 @@ class Capture:
         self, exchange: Exchange, asked: Asked, prompt: Prompt, prompt_ids: list[int], generation: Generation,
         sampling: Sampling, dialect: str, adjusted, *, masked: str | None,
     ) -> Choice:
-        ids = generation.token_ids.tolist()
-        sampled_text = self.codec.decode(ids, prompt_ids)
-        ended = generation.finish_reason == "stop" and not isinstance(generation.stop_reason, str) and bool(ids)
-        end = self.codec.decode(ids[-1:]) if ended else ""
-        said = self._said(ids[:-1] if ended else ids, prompt_ids, generation, adjusted)
-        answer = self._parse(said, adjusted, prompt_ids, ids)
+        reading = read(self.codec, adjusted, prompt_ids, generation)
+        answer = reading.answer
         named = asked.request.tool_choice not in (None, "none", "auto", "required")
         finish = "length" if generation.finish_reason == "abort" else generation.finish_reason
         finish = "tool_calls" if answer.tool_calls and not named else finish
@@ -168,30 +181,8 @@ class Capture:
         )
         self.session.record(
             exchange, prompt, asked.messages, choice, versions=generation.versions,
-            engine_finish=generation.finish_reason, sampled_text=sampled_text, end=end, dialect=dialect,
+            engine_finish=generation.finish_reason, sampled_text=reading.sampled_text, end=reading.end, dialect=dialect,
             masked="cancelled" if generation.finish_reason == "abort" else masked,
             overridden=sampling.overridden, now_s=self.now(),
         )
         return choice
-
-    def _said(self, ids: list[int], prompt_ids: list[int], generation: Generation, request) -> str:
-        """The answer's text as the harness may see it: stop string and half a character at the end removed."""
-        text = self.codec.decode(ids, prompt_ids, skip_special=request.skip_special_tokens)
-        if isinstance(generation.stop_reason, str) and not request.include_stop_str_in_output:
-            at = text.find(generation.stop_reason)
-            text = text[:at] if at >= 0 else text
-        return text.rstrip("\ufffd") if generation.finish_reason != "stop" else text
-
-    def _parse(self, text: str, request, prompt_ids: list[int], ids: list[int]) -> Answer:
-        try:
-            answer = self.codec.parse(text, request, prompt_ids, ids)
-        except Exception:
-            # vLLM's parsers are many and of mixed quality; what they cannot read is an answer all the same.
-            logger.warning("the parsers failed on an answer; it is passed on as plain text", exc_info=True)
-            return Answer(content=text)
-        calls = answer.tool_calls
-        if calls and request.parallel_tool_calls is False:
-            calls = calls[:1]
-        return Answer(answer.content, answer.reasoning, tuple(
-            ToolCall(call.id or f"call_{index}", call.name, call.arguments) for index, call in enumerate(calls)
-        ))

@@ -7,6 +7,7 @@ prompt takes milliseconds, so callers move those off the event loop.
 Texts that come out of `render` may carry marks (`special.py`); `encode` understands them.
 """
 
+import logging
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from vllm.renderers.chat_utils import load_chat_template
 from lightning_ray.config import ConfigError, PolicyConfig
 from lightning_ray.proxy.conversation import normal_arguments
 from lightning_ray.proxy.special import Specials, unmark
+
+for name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning", "vllm.renderers.chat_utils", "vllm.renderers.hf"):
+    # They report each malformed tool call with a traceback. Policies sample those all day: data, not errors.
+    logging.getLogger(name).setLevel(logging.CRITICAL)
 
 CONTEXT_TOKENS = 6
 """So many tokens before a stretch are decoded with it, so that its first characters come out right."""
