@@ -7,7 +7,6 @@ from pathlib import Path
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.harness.spec import check_harness
 from lightning_ray.policy.source import check_policy
-from lightning_ray.sandbox.backend import check
 from lightning_ray.sandbox.base import SandboxUnavailable
 
 FREE_DISK_MB = 500
@@ -21,7 +20,7 @@ def preflight(config: Config) -> None:
     check_port(config.proxy.port)
     check_disk(config.run.dir)
     try:
-        check(config.sandbox)
+        check_sandbox(config.sandbox)
     except SandboxUnavailable as error:
         raise ConfigError(f"sandbox.backend: {config.sandbox.backend!r} cannot isolate here. {error}") from None
 
