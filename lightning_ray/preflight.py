@@ -7,6 +7,7 @@ from pathlib import Path
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.harness.spec import check_harness
 from lightning_ray.policy.source import check_policy
+from lightning_ray.sandbox.backend import check as check_sandbox
 from lightning_ray.sandbox.base import SandboxUnavailable
 
 FREE_DISK_MB = 500
