@@ -1,0 +1,323 @@
+"""The learner of one rank: a DeepSpeed engine that takes samples and makes updates.
+
+All ranks call every method together, with the same arguments. The gradient of an update is
+
+    d/d theta  sum over all trained tokens of all ranks ( weight * token loss ),
+
+exactly: DeepSpeed averages gradients over ranks, so each rank's loss is multiplied by their number. It depends
+neither on the number of ranks nor on the division into micro-batches, but for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ray.config import AlgorithmConfig, LearnerConfig
+from lightning_ray.learner.batch import MicroBatch, build, plan, read_length, split_updates, update_scale
+from lightning_ray.learner.losses import Tokens, policy_loss
+from lightning_ray.learner.model import load_scorer, native_dtype
+from lightning_ray.learner.optimizer import learning_rate, make_optimizer
+from lightning_ray.trajectory.samples import Sample
+
+CHECKPOINT = "learner"
+"""Name of the DeepSpeed checkpoint inside the directory that `save` is given."""
+
+
+class LearnerError(RuntimeError):
+    """Training cannot go on. The weights of the last checkpoint are sound."""
+
+
+def join(rank: int, ranks: int, address: tuple[str, int]) -> None:
+    """Join the process group of the learner's ranks, whose rank 0 listens at `address`."""
+    # A C++ extension for inference only, which DeepSpeed would compile in every process that joins on a CPU.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+        init_method=f"tcp://{address[0]}:{address[1]}",
+        rank=rank,
+        world_size=ranks,
+    )
+
+
+class Learner:
+    """One rank. `join` must have been called in this process."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: LearnerConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        temperature: float,
+        total_steps: int,
+    ) -> None:
+        """`total_steps`: steps of the run, for the decay of the learning rate."""
+        self.config, self.algorithm, self.temperature = config, algorithm, temperature
+        self.model_dir = Path(model_dir)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.updates = 0
+        self.total_updates = total_steps * config.updates_per_step
+        on_gpu = torch.cuda.is_available()
+        self.dtype = native_dtype(on_gpu) if config.dtype == "auto" else getattr(torch, config.dtype)
+        settings = _deepspeed_settings(config, self.dtype)
+        if config.zero_stage == 3:
+            from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+            self._partitioned_loading = HfDeepSpeedConfig(settings)  # in force while this object lives
+        self.scorer = load_scorer(
+            self.model_dir, dtype=self.dtype, gradient_checkpointing=config.gradient_checkpointing
+        )
+        parameters = [p for p in self.scorer.parameters() if p.requires_grad]
+        optimizer = make_optimizer(parameters, config, on_gpu=on_gpu)
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=self.scorer, optimizer=optimizer, config=settings, dist_init_required=False
+        )
+        self._norm: float | None = None
+        if self.optimizer is optimizer:  # ZeRO-0 in float32: DeepSpeed would clip, but keep the norm to itself
+            optimizer.register_step_pre_hook(self._clip)
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm).item()
+
+    # --- learning ---
+
+    def step(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
+        """Learn from all samples of one step, each once, in `updates_per_step` updates.
+
+        `version` is the policy version of the weights before the step: over tokens that it sampled, the metrics
+        compare the learner's log-probs with the recorded ones. Raises ValueError where no token is trained, and
+        LearnerError where the loss or the gradient is not finite.
+        """
+        started = time.perf_counter()
+        lengths = [read_length(sample) for sample in samples]
+        parts = split_updates(samples, self.config.updates_per_step)
+        if not parts:
+            raise ValueError(f"none of the {len(samples)} samples has a trained token: there is nothing to learn from")
+        batches = [self._batches(samples, lengths, part, update_scale(samples, part)) for part in parts]
+        proximal: list[list[np.ndarray | None]] = [[None] * len(part) for part in batches]
+        if self.algorithm.proximal == "recomputed":  # before the first update; the first needs no pass of its own
+            proximal[1:] = [[self._score(batch) for batch in part] for part in batches[1:]]
+        totals = _Totals()
+        for number, (part, known) in enumerate(zip(batches, proximal, strict=True)):
+            self._update(part, known, version if number == 0 else None, totals)
+        metrics = totals.reduced()
+        for name in ("loss", "grad_norm", "lr"):
+            metrics[name] /= len(parts)
+        return metrics | {"updates": float(len(parts)), "learn_s": time.perf_counter() - started}
+
+    def _batches(
+        self, samples: Sequence[Sample], lengths: Sequence[int], part: Sequence[int], scale: float
+    ) -> list[MicroBatch]:
+        layout = self.scorer.layout
+        shares = plan(lengths, part, ranks=self.ranks, budget=self.config.micro_batch_tokens, layout=layout)
+        return [build(samples, batch, layout=layout, scale=scale) for batch in shares[self.rank]]
+
+    def _update(
+        self, batches: list[MicroBatch], proximal: list[np.ndarray | None], version: int | None, totals: _Totals
+    ) -> None:
+        torch.manual_seed(self.updates * self.ranks + self.rank)  # dropout, where a model has it
+        rate = learning_rate(self.updates, self.config, self.total_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss_sum = 0.0
+        for batch, known in zip(batches, proximal, strict=True):
+            with totals.timed("forward_s"):
+                logprobs, entropy = self.engine(batch, self.temperature)
+                tokens = self._tokens(batch, logprobs, known)
+                result = policy_loss(tokens, self.algorithm)
+                loss = (self._tensor(batch.weights) * result.loss).sum()
+            with totals.timed("backward_s"):
+                self.engine.backward(loss * self.ranks)
+            loss_sum += loss.item()
+            if batch.samples:
+                totals.add(batch, version, logprobs.detach(), entropy, result.clipped)
+        mine = torch.tensor([loss_sum], dtype=torch.float64, device=self.engine.device)
+        dist.all_reduce(mine)
+        if not math.isfinite(mine.item()):
+            raise LearnerError(f"the loss of update {self.updates} is {mine.item()}; the weights are untouched by it")
+        with totals.timed("optimizer_s"):
+            self.engine.step()
+        norm = float(self._norm if self._norm is not None else self.engine.get_global_grad_norm())
+        if not math.isfinite(norm):
+            raise LearnerError(f"the gradient norm of update {self.updates} is {norm}; go on from the last checkpoint")
+        self.updates += 1
+        totals.shared(loss=mine.item(), grad_norm=norm, lr=rate)
+
+    def _tokens(self, batch: MicroBatch, logprobs: Tensor, known: np.ndarray | None) -> Tokens:
+        behaviour = self._tensor(batch.behaviour)
+        if self.algorithm.proximal == "behaviour":
+            proximal = behaviour
+        else:
+            proximal = logprobs.detach() if known is None else self._tensor(known)
+        return Tokens(logprobs, behaviour, proximal, self._tensor(batch.advantages), self._tensor(batch.segments))
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.engine.device)
+
+    def _score(self, batch: MicroBatch) -> np.ndarray:
+        with torch.no_grad():
+            return self.engine(batch, self.temperature)[0].cpu().numpy()
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """float32 [T] for each sample: the learner's log-probs of its trained tokens, 0 elsewhere. On every rank."""
+        lengths = [read_length(sample) for sample in samples]
+        indices = [i for i, length in enumerate(lengths) if length]
+        found: dict[int, np.ndarray] = {}
+        for batch in self._batches(samples, lengths, indices, 1.0):
+            scores = self._score(batch)
+            for position, index in enumerate(batch.samples):
+                found[index] = scores[batch.segments == position]
+        everyone: list[dict[int, np.ndarray]] = [{}] * self.ranks
+        dist.all_gather_object(everyone, found)
+        merged = {index: scores for part in everyone for index, scores in part.items()}
+        result = [np.zeros(len(sample.token_ids), dtype=np.float32) for sample in samples]
+        for index, scores in merged.items():
+            result[index][samples[index].loss_mask] = scores
+        return result
+
+    # --- weights ---
+
+    def weights(self, dtype: str = "bfloat16") -> dict[str, tuple[np.ndarray, str, tuple[int, ...]]]:
+        """Hugging Face name -> (bytes as uint8 [n], dtype name, shape), on rank 0; {} on the others.
+
+        Parameters that are tied to another one are left out. The arrays are copies.
+        """
+        return {
+            name: (tensor.to(getattr(torch, dtype)).contiguous().view(-1).view(torch.uint8).numpy(), dtype, shape)
+            for name, tensor, shape in self._gathered()
+        }
+
+    def _gathered(self):  # type: ignore[no-untyped-def]
+        """(name, whole tensor as a copy on the CPU, shape) of each parameter, on rank 0."""
+        for name, parameter in self.scorer.policy.named_parameters():
+            partitioned = self.config.zero_stage == 3
+            with deepspeed.zero.GatheredParameters([parameter], enabled=partitioned):
+                if self.rank == 0:
+                    yield name, parameter.detach().to("cpu", copy=True), tuple(parameter.shape)
+
+    def save(self, directory: Path) -> None:
+        """Weights, optimizer and progress, for `load`; every rank writes its part below `directory`."""
+        self.engine.save_checkpoint(
+            str(directory), tag=CHECKPOINT, client_state={"updates": self.updates}, save_latest=False
+        )
+
+    def load(self, directory: Path) -> None:
+        """What `save` wrote, by as many ranks and the same `zero_stage`. Raises LearnerError where it is not there."""
+        path, state = self.engine.load_checkpoint(str(directory), tag=CHECKPOINT)
+        if path is None:
+            raise LearnerError(f"{directory} holds no checkpoint of a learner with these ranks and this zero_stage")
+        self.updates = state["updates"]
+
+    def export(self, directory: Path) -> None:
+        """A Hugging Face checkpoint in the learner's dtype: config, weights, and the tokenizer's files as they were."""
+        state = {name: tensor for name, tensor, _ in self._gathered()}
+        if self.rank == 0:
+            directory = Path(directory)
+            directory.mkdir(parents=True, exist_ok=True)
+            for file in self.model_dir.iterdir():
+                if file.is_file() and not file.name.startswith(("model", "pytorch_model")):
+                    shutil.copy2(file, directory / file.name)
+            self.scorer.policy.save_pretrained(directory, state_dict=state)
+        dist.barrier()
+
+
+class _Totals:
+    """Sums over tokens and updates of one step, reduced over ranks at the end."""
+
+    def __init__(self) -> None:
+        self.sums = dict.fromkeys(("tokens", "clipped", "entropy", "gap", "gap_tokens", "read", "area"), 0.0)
+        self.gap_max = 0.0
+        self.seconds = dict.fromkeys(("forward_s", "backward_s", "optimizer_s"), 0.0)
+        self.per_update = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0}
+
+    def timed(self, name: str) -> _Timer:
+        return _Timer(self.seconds, name)
+
+    def shared(self, **values: float) -> None:
+        """Values of one update that are the same on every rank."""
+        for name, value in values.items():
+            self.per_update[name] += value
+
+    def add(self, batch: MicroBatch, version: int | None, logprobs: Tensor, entropy: Tensor, clipped: Tensor) -> None:
+        gaps = np.abs(logprobs.cpu().numpy() - batch.behaviour)[batch.versions == version]
+        for name, value in (
+            ("tokens", len(batch.targets)),
+            ("clipped", clipped.sum().item()),
+            ("entropy", entropy.double().sum().item()),
+            ("gap", gaps.sum(dtype=np.float64)),
+            ("gap_tokens", len(gaps)),
+            ("read", batch.tokens),
+            ("area", batch.input_ids.size),
+        ):
+            self.sums[name] += float(value)
+        self.gap_max = max(self.gap_max, float(gaps.max(initial=0.0)))
+
+    def reduced(self) -> dict[str, float]:
+        sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
+        gap_max = torch.tensor([self.gap_max], dtype=torch.float64)
+        if torch.cuda.is_available():
+            sums, gap_max = sums.cuda(), gap_max.cuda()
+        dist.all_reduce(sums)
+        dist.all_reduce(gap_max, op=dist.ReduceOp.MAX)
+        total = dict(zip(self.sums, sums.tolist(), strict=True))
+        gap_mean = total["gap"] / total["gap_tokens"] if total["gap_tokens"] else 0.0
+        return self.per_update | self.seconds | {
+            "clip_fraction": total["clipped"] / total["tokens"],
+            "entropy_mean": total["entropy"] / total["tokens"],
+            "logprob_gap_mean": gap_mean,
+            "logprob_gap_max": gap_max.item(),
+            "logprob_gap_tokens": total["gap_tokens"],
+            "tokens": total["tokens"],
+            "tokens_read": total["read"],
+            "padding_share": 1 - total["read"] / total["area"],
+        }
+
+
+class _Timer:
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self.seconds, self.name = seconds, name
+
+    def __enter__(self) -> None:
+        self.started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self.name] += time.perf_counter() - self.started
+
+
+def _deepspeed_settings(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """DeepSpeed's own settings. Losses come scaled, and `step` alone decides when gradients are complete."""
+    offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    zero: dict[str, Any] = {"stage": config.zero_stage, "reduce_bucket_size": 50_000_000, "overlap_comm": False}
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = offload
+    if config.offload_params:
+        zero["offload_param"] = offload
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "zero_optimization": zero,
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,
+    }
+    if dtype == torch.bfloat16:
+        settings["bf16"] = {"enabled": True}
+        if config.zero_stage:
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.zero_stage or dtype == torch.bfloat16:
+        settings["gradient_clipping"] = config.max_grad_norm
+    return settings

@@ -1,0 +1,61 @@
+"""The policy as the learner sees it: a causal language model that gives log-probs of tokens instead of logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_ray.learner.attention import PACKED, packable
+from lightning_ray.learner.batch import Layout, MicroBatch
+from lightning_ray.learner.logprobs import LogprobHead
+
+
+class UnsupportedModel(ValueError):
+    """The learner cannot train this architecture as it would run in deployment."""
+
+
+class Scorer(nn.Module):
+    """`policy` with its output projection read through a `LogprobHead`."""
+
+    def __init__(self, policy: nn.Module, layout: Layout) -> None:
+        super().__init__()
+        self.policy = policy
+        self.head = LogprobHead(policy.get_output_embeddings())
+        self.layout = layout
+
+    def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs (with gradient) and entropies of the trained tokens of a micro-batch, both float32 [N]."""
+        device = self.head.weight.device
+
+        def tensor(array) -> Tensor:  # type: ignore[no-untyped-def]
+            return torch.from_numpy(array).to(device)
+
+        packed = {"position_ids": tensor(batch.position_ids), "sample_lengths": batch.lengths}
+        hidden = self.policy.base_model(
+            input_ids=tensor(batch.input_ids), use_cache=False, **(packed if self.layout == "packed" else {})
+        ).last_hidden_state
+        chosen = hidden.flatten(0, 1).index_select(0, tensor(batch.select))
+        return self.head(chosen, tensor(batch.targets), temperature)
+
+
+def load_scorer(model_dir: Path, *, dtype: torch.dtype, gradient_checkpointing: bool) -> Scorer:
+    """The model in `model_dir`, in `dtype`; packed where its architecture allows."""
+    config = AutoConfig.from_pretrained(model_dir)
+    if getattr(config, "final_logit_softcapping", None) or getattr(config, "logit_scale", None):
+        raise UnsupportedModel(f"{config.model_type} transforms its logits, which the learner does not do")
+    layout: Layout = "packed" if packable(config) else "padded"
+    policy = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype, attn_implementation=PACKED if layout == "packed" else "sdpa"
+    )
+    if gradient_checkpointing:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Scorer(policy.train(), layout)
+
+
+def native_dtype(on_gpu: bool) -> torch.dtype:
+    """bfloat16 where the processor multiplies it natively, else float32."""
+    fast = on_gpu or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
