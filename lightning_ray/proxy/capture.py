@@ -157,6 +157,12 @@ class Capture:
                 raise result
         return results
 
+    async def count(self, asked: Asked) -> int:
+        """How many tokens the prompt of a request has; nothing is recorded."""
+        prompt = await self._prompt(asked, OFF_LOOP_BYTES + 1)
+        parent = prompt.continues.call if prompt.continues else None
+        return len(self.session.prompt_ids(parent, prompt.new_ids))
+
     async def _prompt(self, asked: Asked, body_bytes: int) -> Prompt:
         work = (asked.request, asked.messages, self.session.history, self.codec)
         try:

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from vllm.config import ModelConfig, VllmConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMValidationError
 from vllm.parser import ParserManager
 from vllm.renderers import ChatParams, merge_kwargs, renderer_from_config
 from vllm.renderers.chat_utils import load_chat_template
@@ -140,6 +141,15 @@ class Codec:
     def template_kwargs(self, request: ChatCompletionRequest) -> dict[str, Any]:
         """What a request tells the template besides messages and tools."""
         return self.chat_params(request).chat_template_kwargs
+
+    def system_must_lead(self) -> bool:
+        """Whether the template refuses system messages that do not come first."""
+        messages = [{"role": role, "content": "x"} for role in ("system", "user", "system", "user")]
+        try:
+            self.render(ChatCompletionRequest(messages=messages), messages)
+        except VLLMValidationError:
+            return True
+        return False
 
     def render(
         self, request: ChatCompletionRequest, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True

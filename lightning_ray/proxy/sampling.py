@@ -19,10 +19,12 @@ NEUTRAL: dict[str, Any] = {
 }
 """vLLM's sampling parameters that change the distribution, and the values that leave it alone."""
 
+IGNORED: dict[str, Any] = {"thinking_token_budget": None, "watermarking": None}
+"""Wishes of harnesses that no engine here fulfils; they are recorded and otherwise left alone."""
+
 UNSUPPORTED: dict[str, Any] = {
     "use_beam_search": False, "echo": False, "prompt_logprobs": None, "top_logprobs": 0, "logprob_token_ids": None,
-    "truncate_prompt_tokens": None, "thinking_token_budget": None, "best_of": None, "suffix": None,
-    "prompt_embeds": None, "chat_template": None, "watermarking": None,
+    "truncate_prompt_tokens": None, "best_of": None, "suffix": None, "prompt_embeds": None, "chat_template": None,
 }
 """Fields that would change the result and cannot be honoured, and their harmless values."""
 
@@ -59,9 +61,9 @@ def choose(request: Any, opened: OpenRollout, constraint: Any) -> Sampling:
         raise BadRequest(f"`{name}` is not supported by this endpoint.", param=name)
     wanted = asked(request, NEUTRAL)
     temperature = request.temperature
-    overridden: dict[str, Any] = {}
+    overridden = asked(request, IGNORED)
     if opened.mode == "train":
-        overridden, wanted = wanted, {}
+        overridden, wanted = overridden | wanted, {}
         if temperature is not None and temperature != opened.sampling.temperature:
             overridden["temperature"] = temperature
         if request.seed is not None:

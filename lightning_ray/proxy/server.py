@@ -26,6 +26,7 @@ from lightning_ray.proxy.dialect import Asked, Dialect
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
 from lightning_ray.proxy.engine import Engine
 from lightning_ray.proxy.errors import BadRequest, NotFound, ProxyError, TooLarge, openai_body
+from lightning_ray.proxy.messages import Messages
 from lightning_ray.proxy.session import Exchange
 from lightning_ray.sandbox.network import listen_inside
 from lightning_ray.trajectory.call import Call
@@ -33,6 +34,7 @@ from lightning_ray.trajectory.call import Call
 logger = logging.getLogger(__name__)
 
 JSON = {"Content-Type": "application/json"}
+COUNT_TOKENS = "/v1/messages/count_tokens"
 IDLE_S = 75
 """An idle connection is closed after this many seconds."""
 BODY_TIMEOUT_S = 120
@@ -52,8 +54,11 @@ class ProxyServer:
         self.sockets: dict[str, list[tuple[web.Server, asyncio.Server]]] = {}
         self.address: tuple[str, int] | None = None
         self.started = int(time.time())
-        chat = Chat(codec, model)
-        self.dialects: dict[str, Dialect] = {"/v1/chat/completions": chat, "/chat/completions": chat}
+        chat, self.messages = Chat(codec, model), Messages(codec)
+        self.dialects: dict[str, Dialect] = {
+            "/v1/chat/completions": chat, "/chat/completions": chat, "/v1/messages": self.messages,
+            COUNT_TOKENS: self.messages,
+        }
 
     async def start(self) -> tuple[str, int]:
         """Listen on the loopback. OSError where the port is taken."""
@@ -147,20 +152,26 @@ class ProxyServer:
         except ProxyError as error:
             return self._refuse(error, dialect)
         try:
+            if path == COUNT_TOKENS:
+                asked = self.messages.read_count(await self._body(request))
+                return web.Response(body=self.messages.count(await capture.count(asked)), headers=JSON)
             return await self._call(capture, request, dialect)
         except ProxyError as error:
             return self._refuse(error, dialect)
         finally:
             capture.gate.leave()
 
-    async def _call(self, capture: Capture, request: web.BaseRequest, dialect: Dialect) -> web.StreamResponse:
+    async def _body(self, request: web.BaseRequest) -> bytes:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await request.read()
+                return await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise TooLarge(f"The request is longer than {self.config.max_body_mb} MB.") from None
         except TimeoutError:
             raise BadRequest("The request body did not arrive in time.") from None
+
+    async def _call(self, capture: Capture, request: web.BaseRequest, dialect: Dialect) -> web.StreamResponse:
+        body = await self._body(request)
         asked = dialect.read(body)
         retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         exchange, task = capture.begin(asked, body, dialect.name, retried=retried)

@@ -57,8 +57,8 @@ class Rollout:
         exchange.delivered = True
         choice = Choice(reading.answer, finish, stop_reason, sampled, [0.0] * size)
         self.session.record(
-            exchange, prompt, list(request.messages), choice, versions=generation.versions, engine_finish=finish, sampled_text=reading.sampled_text, end=reading.end,
-            dialect="chat", masked=None, overridden={}, now_s=0.0,
+            exchange, prompt, list(request.messages), choice, versions=generation.versions, engine_finish=finish,
+            sampled_text=reading.sampled_text, end=reading.end, dialect="chat", masked=None, overridden={}, now_s=0.0,
         )
         return prompt, reading.answer
 
