@@ -41,7 +41,8 @@ async def run_command(sandbox: Sandbox, plan: CommandPlan, timeout_s: float,
 def parse_result(result_file: HarnessResultFile, content: bytes | None, log: str) -> HarnessResult:
     """The exit status in the program's own result file. A file without it is a failure of the harness."""
     if content is None:
-        return HarnessResult("no result file", ok=False, detail=f"{result_file.path} was not written, or cannot be read", log=log)
+        detail = f"{result_file.path} was not written, or cannot be read"
+        return HarnessResult("no result file", ok=False, detail=detail, log=log)
     try:
         value: Any = json.loads(content)
         for key in result_file.key.split("."):

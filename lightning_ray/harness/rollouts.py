@@ -7,6 +7,7 @@ is cleaned up before the cancellation goes on.
 """
 
 import asyncio
+import logging
 import shlex
 import time
 from collections.abc import Callable, Coroutine
@@ -23,6 +24,8 @@ from lightning_ray.sandbox.base import WORKSPACE, ExecResult, Limits, PatchUnava
 from lightning_ray.tasks.base import Task, Workspaces
 from lightning_ray.tasks.grading import grader_for
 from lightning_ray.trajectory.call import Call, Trajectory
+
+log = logging.getLogger(__name__)
 
 INIT_PLACES = 8
 """Sandboxes that are being brought up at once."""
@@ -105,7 +108,7 @@ class Rollouts:
         started = time.monotonic()
         try:
             async with self._init_places:
-                with blamed_on("task", "init"):
+                with stages.reading_task("init"):
                     workspace = await asyncio.to_thread(self._workspaces.prepare, spec.task)
                 sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits(), mounts(self._config.harness)))
                 with blamed_on("sandbox", "init"):
@@ -115,26 +118,29 @@ class Rollouts:
                     endpoint = await self._proxy.open(self._open_rollout(spec, name))
                     if self._config.harness.kind == "command":
                         await self._proxy.listen(name, sandbox.pid, COMMAND_PORT)
-            running = time.monotonic()
-            attempt.timings["init"] = running - started
-            try:
-                with blamed_on("infra", "run"):
-                    attempt.result = await self._harness(spec, name, sandbox, endpoint)
-            finally:
-                attempt.timings["run"] = time.monotonic() - running
-                opened = False
-                with blamed_on("proxy", "run"):
-                    attempt.calls = await self._surely(self._proxy.finish(name))
+            attempt.timings["init"] = time.monotonic() - started
+            attempt.result = await self._run_harness(spec, name, sandbox, endpoint, attempt)
+            opened = False
             if attempt.result.ok:
-                with blamed_on("sandbox", "run"):
-                    attempt.patch = await _patch(sandbox)
+                attempt.patch = await _patch(sandbox)
         finally:
             if opened:
-                with blamed_on("proxy", "init"):
-                    await self._surely(self._proxy.finish(name))
+                attempt.calls = await self._quietly(self._proxy.finish(name), f"closing the endpoint of {name}") or []
             if sandbox is not None:
-                with blamed_on("sandbox", "run"):
-                    await self._surely(sandbox.stop())
+                await self._quietly(sandbox.stop(), f"stopping the sandbox of {name}")
+
+    async def _run_harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, endpoint: Endpoint,
+                           attempt: Attempt) -> HarnessResult:
+        """RUN: until the harness has ended and its endpoint is revoked."""
+        running = time.monotonic()
+        try:
+            with blamed_on("infra", "run"):
+                result = await self._harness(spec, name, sandbox, endpoint)
+        finally:
+            attempt.timings["run"] = time.monotonic() - running
+        with blamed_on("proxy", "run"):
+            attempt.calls = await self._surely(self._proxy.finish(name))
+        return result
 
     async def _harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, endpoint: Endpoint) -> HarnessResult:
         harness = self._config.harness
@@ -179,26 +185,26 @@ class Rollouts:
                     await self._grade_once(task, f"{name}.grade{number or ''}", attempt)
             except StageFailed as failed:
                 failure = failed.failure
+                if failure.is_data:
+                    break
             else:
-                break
+                return
             finally:
                 attempt.timings["grade"] = time.monotonic() - started
-        if attempt.grade is None:
-            attempt.failure = failure
+        attempt.failure = failure
 
     async def _grade_once(self, task: Task, name: str, attempt: Attempt) -> None:
-        with blamed_on("infra", "grade"):
+        with stages.reading_task("grade"):
             workspace = await asyncio.to_thread(self._workspaces.prepare, task)
+            grader = grader_for(task, self._config.reward)
         sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits()))
         try:
-            with blamed_on("sandbox", "grade"):
-                await sandbox.start()
             with blamed_on("grader", "grade"):
+                await sandbox.start()
                 async with asyncio.timeout(self._config.reward.timeout_s + GRADE_GRACE_S):
-                    attempt.grade = await grader_for(task, self._config.reward).grade(task, attempt.patch, sandbox)
+                    attempt.grade = await grader.grade(task, attempt.patch, sandbox)
         finally:
-            with blamed_on("sandbox", "grade"):
-                await self._surely(sandbox.stop())
+            await self._quietly(sandbox.stop(), f"stopping the sandbox {name}")
 
     async def _surely(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Await `work`, which goes on to its end even where the rollout is cancelled meanwhile."""
@@ -206,6 +212,15 @@ class Rollouts:
         self._cleaning.add(task)
         task.add_done_callback(self._cleaning.discard)
         return await asyncio.shield(task)
+
+    async def _quietly(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
+        """`_surely`, where a failure must hide neither the rollout's result nor its error: it is logged, and what is
+        left of a sandbox is the janitor's."""
+        try:
+            return await self._surely(work)
+        except Exception as error:
+            log.warning("%s failed: %s", what, stages.describe(error))
+            return None
 
     def _limits(self) -> Limits:
         sandbox = self._config.sandbox
@@ -218,7 +233,8 @@ class Rollouts:
 
 async def _patch(sandbox: Sandbox) -> str:
     """The agent's diff. One that cannot be taken is its own doing."""
-    try:
-        return await sandbox.diff()
-    except PatchUnavailable as error:
-        raise StageFailed(Failure("harness", "run", stages.describe(error))) from error
+    with blamed_on("infra", "run"):
+        try:
+            return await sandbox.diff()
+        except PatchUnavailable as error:
+            raise StageFailed(Failure("harness", "run", stages.describe(error))) from error

@@ -6,12 +6,13 @@ rollout can do. `stop` leaves no process behind.
 """
 
 import asyncio
+import logging
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
-from lightning_ray.config import Config, ConfigError
+from lightning_ray.config import Config
 from lightning_ray.harness import stages
 from lightning_ray.harness.pool import WorkerPool
 from lightning_ray.harness.rollouts import Rollouts
@@ -19,9 +20,11 @@ from lightning_ray.harness.scratch import Scratch, sweep
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.harness.stages import Attempt, Failure
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
-from lightning_ray.sandbox.backend import choose
+from lightning_ray.sandbox import backend, limits
 from lightning_ray.tasks.workspaces import Workspaces
 from lightning_ray.trajectory.call import Call, Trajectory
+
+log = logging.getLogger(__name__)
 
 MAX_CONCURRENCY = 10_000
 """Rollouts that may wait at one runner; `runners.rollouts` says how many run."""
@@ -56,7 +59,7 @@ class Runner:
         self._facts: dict[str, Any] = {}
 
     async def start(self) -> dict[str, Any]:
-        """Facts: `isolation`, `limits`. Raises `SandboxUnavailable` or `ConfigError`."""
+        """What the sandbox is (`sandbox.backend.report`). Raises `SandboxUnavailable` or `ConfigError`."""
         await self._ready()
         return self._facts
 
@@ -81,7 +84,7 @@ class Runner:
             await self._pool.stop()
         if self._scratch is not None:
             self._scratch.remove()
-        sweep()
+        await asyncio.to_thread(_clean_up)
 
     async def _ready(self) -> Rollouts:
         if self._starting is None:
@@ -90,15 +93,19 @@ class Runner:
 
     async def _start(self) -> Rollouts:
         config = self._config
-        if config.sandbox.backend != "bubblewrap":
-            raise ConfigError(f"sandbox.backend: {config.sandbox.backend!r} is not available in this version. Use "
-                              "bubblewrap")
-        backend = await asyncio.to_thread(choose, config.sandbox)
-        self._facts = backend.report
-        await asyncio.to_thread(sweep)
+        chosen = await asyncio.to_thread(backend.choose, config.sandbox)
+        self._facts = chosen.report
+        await asyncio.to_thread(_clean_up)
         self._scratch = Scratch()
         if config.harness.kind == "python":
             self._pool = WorkerPool(config.harness.entry, config.harness.workers, self._scratch.path)
             await self._pool.start()
-        return Rollouts(config, self._proxy, Workspaces(self._scratch.path / "workspaces"), backend.make, self._pool,
+        return Rollouts(config, self._proxy, Workspaces(self._scratch.path / "workspaces"), chosen.make, self._pool,
                         self._facts)
+
+
+def _clean_up() -> None:
+    """Remove what runs that are dead left on this machine, and say so: nothing should ever be left."""
+    left = limits.janitor() + [f"directory {path}" for path in sweep()]
+    if left:
+        log.warning("removed what dead runs had left behind: %s", ", ".join(left))

@@ -28,7 +28,8 @@ SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 SYSTEM_DIRECTORIES = ("/usr", "/bin", "/lib", "/lib64", "/sbin")
 """Host directories that every sandbox shows read-only."""
 
-_PLACEHOLDER = re.compile(r"\{(task|base_url|model)\}")
+_PLACEHOLDER = re.compile(r"(?<!\{)\{(task|base_url|model)\}(?!\})")
+"""Not `{{task}}`: that is a template of the harness's own."""
 
 
 @dataclass(frozen=True, slots=True)

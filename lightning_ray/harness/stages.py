@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_ray.harness.spec import HarnessResult, RolloutSpec
+from lightning_ray.sandbox.base import SandboxError
 from lightning_ray.tasks.base import Grade
 from lightning_ray.trajectory.call import Call, End, Trajectory
 
@@ -47,13 +48,25 @@ class StageFailed(Exception):
 
 @contextmanager
 def blamed_on(kind: Kind, stage: Stage) -> Iterator[None]:
-    """Any error inside becomes a failure of `kind`; one that is typed already stays as it is."""
+    """Any error inside becomes a failure of `kind`, a `SandboxError` one of the sandbox; a typed one stays as it is."""
     try:
         yield
     except StageFailed:
         raise
+    except SandboxError as error:
+        raise StageFailed(Failure("sandbox", stage, describe(error))) from error
     except Exception as error:
         raise StageFailed(Failure(kind, stage, describe(error))) from error
+
+
+@contextmanager
+def reading_task(stage: Stage) -> Iterator[None]:
+    """A ValueError inside says that the task itself is broken; any other error is ours."""
+    with blamed_on("infra", stage):
+        try:
+            yield
+        except ValueError as error:
+            raise StageFailed(Failure("task", stage, str(error))) from error
 
 
 def describe(error: BaseException) -> str:

@@ -34,6 +34,7 @@ FLOOD_PAUSE_S = 0.002
 LONGEST_ARGUMENT = 120_000
 """Linux takes at most 128 KiB for one argument of a program."""
 KILL_TIMEOUT_S = 5.0
+KILL_PAUSE_S = 0.005
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -92,10 +93,12 @@ class Shell:
                 raise
 
     async def bootstrap(self, script: str, timeout_s: float) -> ExecResult:
-        """Run lines in the shell itself, before any command."""
+        """Run lines in the shell itself, before any command. From then on the shell says nothing of its own ("Killed"
+        and the like): all output is a command's."""
         async with self._turn:
             self._number += 1
-            done = f"\necho {self._nonce} {self._number} $? >&{self._pipes.bash_status}\n"
+            done = (f"\nstatus=$?; exec 2>/dev/null\n"
+                    f"echo {self._nonce} {self._number} $status >&{self._pipes.bash_status}\n")
             raw, returncode, timed_out, truncated = await self._drive(
                 (script + done).encode(), b"", timeout_s, self._output_bytes
             )
@@ -121,9 +124,9 @@ class Shell:
             exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in env.items())
             body = f"( {exports}eval {shlex.quote(command)} )"
         if stdin_bytes:
-            line = f"head -c {stdin_bytes} <&{pipes.bash_data} {private} | {body} {private}"
+            line = f"head -c {stdin_bytes} <&{pipes.bash_data} {private} | {body} 2>&1 {private}"
         else:
-            line = f"{body} </dev/null {private}"
+            line = f"{body} </dev/null 2>&1 {private}"
         line += f"\necho {self._nonce} {self._number} $? >&{pipes.bash_status}\n"
         return line.encode("utf-8", "replace")
 
@@ -193,8 +196,10 @@ class Shell:
                     break
                 for pid in with_descendants(started):
                     _kill_inside(pid, self._pid)
-                await asyncio.wait([finished], timeout=0.005)
-                await asyncio.sleep(0)
+                if finished.done():
+                    await asyncio.sleep(KILL_PAUSE_S)
+                else:
+                    await asyncio.wait([finished], timeout=KILL_PAUSE_S)
         finally:
             finished.cancel()
         if returncode is None:
@@ -309,16 +314,16 @@ def _children(pid: int) -> set[int]:
     return found
 
 
-def with_descendants(pids: set[int]) -> set[int]:
-    """These processes and everything below them."""
-    found: set[int] = set()
+def with_descendants(pids: set[int]) -> list[int]:
+    """These processes and everything below them, parents first: a shell whose command is killed before it would go on
+    to its next command."""
+    found = dict.fromkeys(pids)
     todo = list(pids)
     while todo:
-        pid = todo.pop()
-        if pid not in found:
-            found.add(pid)
-            todo += _children(pid)
-    return found
+        children = [child for pid in todo for child in _children(pid) if child not in found]
+        found |= dict.fromkeys(children)
+        todo = children
+    return list(found)
 
 
 def _kill_inside(pid: int, init: int) -> None:

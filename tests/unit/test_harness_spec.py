@@ -17,6 +17,11 @@ def test_placeholders_are_filled_in_once():
         "print {model} and {base_url} | policy | http://x | {other} | {{}}")
 
 
+def test_templates_of_the_harness_itself_are_left_alone():
+    assert fill("Solve {{task}} with {{ model }}: {task}", {"task": "it", "model": "m"}) == (
+        "Solve {{task}} with {{ model }}: it")
+
+
 def test_command_plan_fills_command_environment_and_files():
     config = HarnessConfig(
         kind="command", command=["/usr/bin/agent", "--task={task}", "{base_url}/v1"],
