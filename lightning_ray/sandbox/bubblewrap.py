@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ray.sandbox import filesystem, limits, pack, seccomp, uids
+from lightning_ray.sandbox import filesystem, limits, pack, seccomp, staging, uids
 from lightning_ray.sandbox.base import WORKSPACE, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.commands import Commands
 from lightning_ray.sandbox.shell import Pipes, Shell
@@ -97,9 +97,8 @@ class Bubblewrap(Commands):
             if ready.returncode:
                 raise SandboxError(f"the workspace {self.spec.workspace} does not fit into the sandbox: {ready.output}")
         except SandboxDied as error:
-            said = _said(running.pipes.output)
             await self.stop()
-            raise SandboxError(f"bubblewrap did not start: {said or error}") from error
+            raise SandboxError(f"the sandbox {self.spec.name} cannot be started: {error}") from error
         except BaseException:
             await self.stop()
             raise
@@ -173,7 +172,7 @@ def _launch(spec: SandboxSpec, without: frozenset[str]) -> Running:
             drain = os.open(f"/proc/self/fd/{data_in}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             ours.append(drain)
             workspace = keep(pack.open_pack(spec.workspace))
-            args = filesystem.arguments(spec, keep)
+            args = filesystem.arguments(spec, keep, str if uid is None else staging.stage)
             if "system_calls" not in without:
                 args += ["--seccomp", str(keep(seccomp.open_program()))]
             args += ["--info-fd", str(info_in), "--block-fd", str(block_in)]
@@ -190,7 +189,7 @@ def _launch(spec: SandboxSpec, without: frozenset[str]) -> Running:
             while inherited:
                 os.close(inherited.pop())
             group.create()
-            pid, process = _child_pid(info, output)
+            pid, process = _child_pid(info)
             group.admit(pid)
             os.write(block, b"x")
         finally:
@@ -198,15 +197,15 @@ def _launch(spec: SandboxSpec, without: frozenset[str]) -> Running:
                 os.close(descriptor)
     except BaseException as error:
         if outer is not None:
-            outer.kill()
-            outer.wait()
-        for descriptor in [*inherited, *ours, *([process] if process >= 0 else [])]:
+            _kill(outer, process)
+        said = _said(output) if ours else ""
+        for descriptor in [*inherited, *ours]:
             os.close(descriptor)
         group.remove()
         if owners and uid is not None:
             owners.give_back(uid)
-        if isinstance(error, OSError):
-            raise SandboxError(f"the sandbox {spec.name} cannot be started: {error}") from error
+        if isinstance(error, (OSError, SandboxError)) and not isinstance(error, SandboxUnavailable):
+            raise SandboxError(f"the sandbox {spec.name} cannot be started: {said or error}") from error
         raise
     pipes = Pipes(script, output, status, data, drain, status_in, data_in)
     bootstrap = (
@@ -232,17 +231,23 @@ def _outer_command(uid: int | None, keep: Callable[[int], int]) -> tuple[list[st
     return [*change, f"/proc/self/fd/{binary}"], environment
 
 
-def _child_pid(info: int, output: int) -> tuple[int, int]:
+def _child_pid(info: int) -> tuple[int, int]:
     """The first process inside, from bubblewrap's --info-fd, and a pidfd of it."""
     text = b""
     while b"}" not in text:
-        ready, _, _ = select.select([info], [], [], START_TIMEOUT_S)
-        read = os.read(info, 4096) if ready else b""
+        read = os.read(info, 4096) if _readable(info, START_TIMEOUT_S) else b""
         if not read:
-            raise SandboxError(f"bubblewrap did not start: {_said(output) or 'no reason given'}")
+            raise SandboxError("no first process")
         text += read
     pid = json.loads(text)["child-pid"]
     return pid, os.pidfd_open(pid)
+
+
+def _readable(descriptor: int, timeout_s: float) -> bool:
+    """Wait until there is something to read (`select` cannot take descriptors above 1023)."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _said(output: int) -> str:
@@ -253,16 +258,25 @@ def _said(output: int) -> str:
 
 def _end(running: Running) -> None:
     """Kill all of it and wait until it is gone (in a thread: it blocks)."""
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(running.process, signal.SIGKILL)
-    running.outer.kill()
-    running.outer.wait()
-    select.select([running.process], [], [], END_TIMEOUT_S)  # readable when the namespace's last process is gone
+    _kill(running.outer, running.process)
     running.group.remove()
     if running.uid is not None and (owners := uids.of_this_process()):
         owners.give_back(running.uid)
-    os.close(running.process)
     running.pipes.close()
+
+
+def _kill(outer: subprocess.Popen[bytes], process: int) -> None:
+    """Kill the first process inside, and with it all others (closes its pidfd). The outer process then reaps it and
+    ends by itself; killed first, it would leave a zombie to whoever is process 1 out here."""
+    if process >= 0:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
+        handle = os.pidfd_open(outer.pid)
+        _readable(handle, END_TIMEOUT_S)  # it is when the process has ended
+        os.close(handle)
+    outer.kill()
+    outer.wait()
 
 
 def _abandon(launch: asyncio.Future[Running]) -> None:

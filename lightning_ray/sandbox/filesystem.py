@@ -69,14 +69,12 @@ def environment(spec: SandboxSpec) -> dict[str, str]:
     return {"PATH": path, "HOME": "/tmp", "LANG": "C.UTF-8", "USER": USER, "LOGNAME": USER, "TERM": "dumb", **spec.env}
 
 
-def arguments(spec: SandboxSpec, keep: Callable[[int], int]) -> list[str]:
+def arguments(spec: SandboxSpec, keep: Callable[[int], int], reach: Callable[[Path], str]) -> list[str]:
     """bubblewrap's arguments up to (not including) the command.
 
-    `keep` takes a file descriptor that bubblewrap shall inherit, owns it from then on, and returns it.
+    `keep` takes a file descriptor that bubblewrap shall inherit, owns it from then on, and returns it. `reach` gives a
+    path under which bubblewrap's user can reach a path of ours.
     """
-
-    def path_fd(path: Path) -> str:
-        return str(keep(os.open(path, os.O_PATH | os.O_CLOEXEC)))
 
     def data_fd(name: str, data: bytes) -> str:
         descriptor = keep(os.memfd_create(name))
@@ -110,10 +108,10 @@ def arguments(spec: SandboxSpec, keep: Callable[[int], int]) -> list[str]:
     for name in BOUND:
         args += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     if system_python().startswith(INTERPRETER):
-        args += ["--ro-bind-fd", path_fd(Path(sys.base_prefix)), INTERPRETER]
+        args += ["--ro-bind", reach(Path(sys.base_prefix)), INTERPRETER]
     args += ["--proc", "/proc", "--dev", "/dev", *sized(SCRATCH_BYTES, "1777", "/dev/shm"), "--remount-ro", "/dev"]
     args += [*sized(disk, "1777", "/tmp"), *sized(SCRATCH_BYTES, "0755", SCRATCH), "--dir", "/var", "--dir", "/root"]
     args += ["--symlink", "/tmp", "/var/tmp", *sized(disk, "0755", WORKSPACE)]
     for mount in spec.mounts:
-        args += ["--ro-bind-fd", path_fd(mount.source), mount.target]
+        args += ["--ro-bind", reach(mount.source), mount.target]
     return [*args, "--remount-ro", "/", "--chdir", WORKSPACE]

@@ -9,7 +9,10 @@ own, named after the process that owns it, so that the janitor can tell whose th
 import contextlib
 import functools
 import os
+import shutil
 import signal
+import subprocess
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +89,7 @@ def owner_lives(name: str) -> bool:
 
 
 def _try(parent: Path, version: int, controllers: frozenset[str]) -> frozenset[str]:
-    """Those of `controllers` that a cgroup made below `parent` really has."""
+    """Those of `controllers` that a cgroup made below `parent` has, if a process can be moved there."""
     probe = parent / f"{PREFIX}{owner()}.probe"
     try:
         if version == 2:
@@ -97,10 +100,16 @@ def _try(parent: Path, version: int, controllers: frozenset[str]) -> frozenset[s
         probe.mkdir(exist_ok=True)
     except OSError:
         return frozenset()
+    process = subprocess.Popen(["sleep", "60"], env={"PATH": os.defpath}, stdin=subprocess.DEVNULL)
     try:
+        (probe / "cgroup.procs").write_text(str(process.pid))
         return frozenset(name for name in controllers if os.access(probe / FILES[name, version], os.W_OK))
+    except OSError:
+        return frozenset()
     finally:
-        probe.rmdir()
+        process.kill()
+        process.wait()
+        remove_cgroup(probe)
 
 
 @functools.cache
@@ -214,7 +223,7 @@ def kill(pid: int) -> None:
 
 
 def janitor() -> list[str]:
-    """Remove what dead runs left on this machine (processes and cgroups) and name each thing removed.
+    """Remove what dead runs left on this machine (processes, cgroups, directories) and name each thing removed.
 
     Nothing should ever be left, since sandboxes die with the process that started them; this finds out and proves it.
     What lives, and what is not ours, is not touched.
@@ -238,4 +247,11 @@ def janitor() -> list[str]:
             if directory.is_dir() and not owner_lives(of):
                 remove_cgroup(directory)
                 removed.append(f"cgroup {directory}")
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        of = directory.name.removeprefix(PREFIX).partition(".")[0]
+        with contextlib.suppress(FileNotFoundError):
+            if directory.stat().st_uid != os.geteuid() or owner_lives(of):
+                continue
+            shutil.rmtree(directory, ignore_errors=True)
+            removed.append(f"directory {directory}")
     return removed

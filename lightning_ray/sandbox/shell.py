@@ -149,6 +149,10 @@ class Shell:
             except TimeoutError:
                 timed_out = True
                 returncode = await self._stop_command(before)
+        except SandboxDied as died:
+            output.rest()
+            said = bytes(output.kept[-500:]).decode("utf-8", "replace").strip()
+            raise SandboxDied(f"{died} (last output: {said})" if said else str(died)) from None
         finally:
             for writer in writers:
                 writer.close()

@@ -1,0 +1,55 @@
+"""Host paths made reachable for a sandbox that has a user id of its own, for example an interpreter below a 0700 home.
+
+A thread that starts sandboxes as root gets a mount namespace of its own (`unshare` is per thread), in which each source
+is bound to a place that every user can reach. Nobody else sees these mounts, and they are gone with the process.
+"""
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+
+from lightning_ray.sandbox.base import SandboxError
+
+PLACE = Path("/run/lightning_ray/mounts")
+CLONE_NEWNS = 0x00020000
+MS_BIND, MS_REC, MS_SLAVE, MS_NOSUID, MS_NODEV = 0x1000, 0x4000, 0x80000, 0x2, 0x4
+
+_thread = threading.local()
+
+
+def stage(source: Path) -> str:
+    """A path that shows `source` to every user, in the calling thread and the processes that it starts.
+
+    Root only, and only in a thread that does nothing else: its view of the file system is its own from then on.
+    """
+    if not hasattr(_thread, "staged"):
+        PLACE.mkdir(parents=True, exist_ok=True)
+        PLACE.parent.chmod(0o755)
+        _call("unshare", CLONE_NEWNS)
+        _mount(None, "/", None, MS_REC | MS_SLAVE)  # what the host mounts later still appears here
+        _mount("staging", str(PLACE), "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
+        _thread.staged = {}
+    info = os.stat(source)
+    key = (str(source), info.st_dev, info.st_ino)
+    if key not in _thread.staged:
+        target = PLACE / str(len(_thread.staged))
+        if source.is_dir():
+            target.mkdir()
+        else:
+            target.touch()
+        _mount(str(source), str(target), None, MS_BIND | MS_REC)
+        _thread.staged[key] = str(target)
+    return _thread.staged[key]
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    _call("mount", *(text and text.encode() for text in (source, target, kind)), flags, options and options.encode())
+
+
+def _call(name: str, *arguments: bytes | int | None) -> None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    converted = [ctypes.c_ulong(each) if isinstance(each, int) else each for each in arguments]
+    if function(*converted):
+        error = ctypes.get_errno()
+        raise SandboxError(f"{name}{arguments}: {os.strerror(error)}. As root, mounts need CAP_SYS_ADMIN")
