@@ -133,6 +133,10 @@ class Capture:
         except (ProxyError, asyncio.CancelledError):
             self.session.fail(exchange)
             raise
+        except Exception as error:
+            self.session.fail(exchange)
+            logger.exception("rollout %s: a request could not be served", self.session.opened.rollout_id)
+            raise ProxyError("The proxy failed on this request.") from error
         finally:
             self.requests.pop(exchange.ordinal, None)
         for generation in generations:

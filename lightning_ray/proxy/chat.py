@@ -11,13 +11,12 @@ from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from lightning_ray.proxy import sse
 from lightning_ray.proxy.codec import Codec
-from lightning_ray.proxy.dialect import Asked, check, load, only_text
+from lightning_ray.proxy.dialect import Asked, chat_request, load
 from lightning_ray.proxy.errors import BadRequest, ProxyError, openai_body
-from lightning_ray.proxy.session import Choice, Exchange
+from lightning_ray.proxy.session import Choice, Exchange, Session
 
 MOST_CHOICES = 128
 
@@ -51,16 +50,12 @@ class Chat:
         self.codec = codec
         self.model = model
 
-    def read(self, body: bytes) -> Asked:
-        request = check(ChatCompletionRequest, prepare(load(body)))
-        messages = list(request.messages)
-        if not messages:
-            raise BadRequest("`messages` must not be empty.", param="messages")
-        only_text(messages)
+    def read(self, body: bytes, session: Session) -> Asked:
+        request = chat_request(prepare(load(body)))
         n = 1 if request.n is None else request.n
         if not 1 <= n <= MOST_CHOICES:
             raise BadRequest(f"`n` must be between 1 and {MOST_CHOICES}.", param="n")
-        return Asked(request=request, messages=messages, n=n, stream=bool(request.stream))
+        return Asked(request=request, messages=request.messages, n=n, stream=bool(request.stream))
 
     def answer(self, asked: Asked, exchange: Exchange, created: int) -> bytes:
         choices = [
@@ -71,7 +66,7 @@ class Chat:
             for index, choice in enumerate(exchange.choices)
         ]
         response = ChatCompletion.model_construct(
-            id=exchange.name("chatcmpl"), object="chat.completion", created=created,
+            id=exchange.name("chatcmpl-"), object="chat.completion", created=created,
             model=asked.request.model or self.model, choices=choices, usage=usage(exchange),
         )
         return response.model_dump_json(exclude_unset=True, warnings=False).encode()
@@ -82,7 +77,7 @@ class Chat:
 
         def chunk(choices: list[ChunkChoice], **more: Any) -> str:
             return ChatCompletionChunk.model_construct(
-                id=exchange.name("chatcmpl"), object="chat.completion.chunk", created=created,
+                id=exchange.name("chatcmpl-"), object="chat.completion.chunk", created=created,
                 model=asked.request.model or self.model, choices=choices, **more,
             ).model_dump_json(exclude_unset=True, warnings=False)
 

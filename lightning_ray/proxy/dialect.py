@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic import ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMValidationError
 
 from lightning_ray.proxy.errors import BadRequest, ProxyError
-from lightning_ray.proxy.session import Exchange
-
-TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"})
+from lightning_ray.proxy.plain import plain
+from lightning_ray.proxy.session import Exchange, Session
 
 
 @dataclass(slots=True)
@@ -33,8 +33,8 @@ class Dialect(Protocol):
     name: str
     keep_alive: bytes
 
-    def read(self, body: bytes) -> Asked:
-        """Raises `ProxyError` for what cannot be honoured."""
+    def read(self, body: bytes, session: Session) -> Asked:
+        """Raises `ProxyError` for what cannot be honoured. Looks into the session for what a request refers to."""
 
     def answer(self, asked: Asked, exchange: Exchange, created: int) -> bytes:
         """The response body, not streamed."""
@@ -85,13 +85,9 @@ def check(model: type, data: dict[str, Any]) -> Any:
         raise BadRequest(str(error), param=error.parameter) from None
 
 
-def only_text(messages: list[dict[str, Any]]) -> None:
-    """Refuse images, audio and files: nothing a request says may make the proxy fetch something."""
-    for number, message in enumerate(messages):
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else "text"
-            if kind not in TEXT_PARTS:
-                raise BadRequest(
-                    f"Content of type {kind!r} is not supported, only text.", param=f"messages.{number}.content"
-                )
+def chat_request(data: dict[str, Any]) -> Any:
+    """vLLM's `ChatCompletionRequest` from a body; its messages are plain ones, which vLLM need not look at again."""
+    messages = plain(data.get("messages"))
+    request = check(ChatCompletionRequest, {**data, "messages": []})
+    request.messages = messages
+    return request

@@ -15,9 +15,10 @@ from vllm.exceptions import VLLMValidationError
 
 from lightning_ray.proxy import sse
 from lightning_ray.proxy.codec import Answer, Codec
-from lightning_ray.proxy.dialect import Asked, check, load, only_text
+from lightning_ray.proxy.dialect import Asked, check, load
 from lightning_ray.proxy.errors import BadRequest, ContextLength, ProxyError
-from lightning_ray.proxy.session import Choice, Exchange
+from lightning_ray.proxy.plain import plain
+from lightning_ray.proxy.session import Choice, Exchange, Session
 
 ERROR_TYPES = {
     400: "invalid_request_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -59,7 +60,7 @@ class Messages:
         self.codec = codec
         self.system_first = codec.system_must_lead()
 
-    def read(self, body: bytes) -> Asked:
+    def read(self, body: bytes, session: Session) -> Asked:
         return self._asked(check(AnthropicMessagesRequest, load(body)))
 
     def read_count(self, body: bytes) -> Asked:
@@ -80,11 +81,8 @@ class Messages:
             raise BadRequest(str(error), param=error.parameter) from None
         except ValueError as error:
             raise BadRequest(str(error)) from None
-        messages = list(request.messages)
-        if not messages:
-            raise BadRequest("messages: at least one message is required", param="messages")
-        only_text(messages)
-        return Asked(request=request, messages=messages, n=1, stream=bool(getattr(original, "stream", False)))
+        request.messages = plain(request.messages)
+        return Asked(request=request, messages=request.messages, n=1, stream=bool(getattr(original, "stream", False)))
 
     def answer(self, asked: Asked, exchange: Exchange, created: int) -> bytes:
         (choice,) = exchange.choices
@@ -133,13 +131,13 @@ class Messages:
     def _message(self, asked: Asked, exchange: Exchange, *, output_tokens: int, **fields: Any) -> types.Message:
         usage = types.Usage.model_construct(input_tokens=exchange.prompt_tokens, output_tokens=output_tokens)
         return types.Message.model_construct(
-            id=exchange.name("msg"), type="message", role="assistant", model=asked.request.model, usage=usage, **fields
+            id=exchange.name("msg_"), type="message", role="assistant", model=asked.request.model, usage=usage, **fields
         )
 
     def _blocks(self, answer: Answer, exchange: Exchange) -> list[BaseModel]:
         blocks: list[BaseModel] = []
         if answer.reasoning:
-            signature = exchange.name("thought")
+            signature = exchange.name("")
             blocks.append(types.ThinkingBlock(type="thinking", thinking=answer.reasoning, signature=signature))
         if answer.content or not (answer.reasoning or answer.tool_calls):
             blocks.append(types.TextBlock.model_construct(type="text", text=answer.content))

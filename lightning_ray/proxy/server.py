@@ -27,6 +27,7 @@ from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
 from lightning_ray.proxy.engine import Engine
 from lightning_ray.proxy.errors import BadRequest, NotFound, ProxyError, TooLarge, openai_body
 from lightning_ray.proxy.messages import Messages
+from lightning_ray.proxy.responses import Responses
 from lightning_ray.proxy.session import Exchange
 from lightning_ray.sandbox.network import listen_inside
 from lightning_ray.trajectory.call import Call
@@ -56,8 +57,8 @@ class ProxyServer:
         self.started = int(time.time())
         chat, self.messages = Chat(codec, model), Messages(codec)
         self.dialects: dict[str, Dialect] = {
-            "/v1/chat/completions": chat, "/chat/completions": chat, "/v1/messages": self.messages,
-            COUNT_TOKENS: self.messages,
+            "/v1/chat/completions": chat, "/v1/messages": self.messages, COUNT_TOKENS: self.messages,
+            "/v1/responses": Responses(codec, model),
         }
 
     async def start(self) -> tuple[str, int]:
@@ -142,7 +143,7 @@ class ProxyServer:
                 return web.Response(body=b"{}", headers=JSON)
             if path in ("/v1/models", "/models"):
                 return web.Response(body=self._models(), headers=JSON)
-        dialect = self.dialects.get(path)
+        dialect = self.dialects.get(path) or self.dialects.get("/v1" + path)
         if dialect is None:
             return self._refuse(NotFound(f"There is no {request.method} {path or '/'}."))
         if request.method != "POST":
@@ -172,7 +173,7 @@ class ProxyServer:
 
     async def _call(self, capture: Capture, request: web.BaseRequest, dialect: Dialect) -> web.StreamResponse:
         body = await self._body(request)
-        asked = dialect.read(body)
+        asked = dialect.read(body, capture.session)
         retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         exchange, task = capture.begin(asked, body, dialect.name, retried=retried)
         capture.arrive(exchange)

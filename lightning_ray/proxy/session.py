@@ -64,7 +64,7 @@ class Exchange:
 
     def name(self, prefix: str) -> str:
         """An id for the response; the same for a replay."""
-        return f"{prefix}-{self.key.hex()}{self.ordinal:x}"
+        return f"{prefix}{self.key.hex()}{self.ordinal:x}"
 
 
 @dataclass(slots=True)
@@ -84,6 +84,8 @@ class Record:
     system: str
     text: str
     added: list[dict[str, Any]]
+    """The messages that the continued call did not have."""
+    answer: Answer
     overridden: dict[str, Any]
     finished_s: float
 
@@ -157,7 +159,7 @@ class Session:
             sampled_ids=np.asarray(choice.token_ids, np.int32), logprobs=np.asarray(choice.logprobs, np.float32),
             versions=np.asarray(versions, np.int32), finish_reason=engine_finish, dialect=dialect,
             relation=prompt.relation, masked=masked, system=system_prompt(messages), text=sampled_text,
-            added=prompt.added, overridden=overridden, finished_s=now_s,
+            added=prompt.added, answer=choice.answer, overridden=overridden, finished_s=now_s,
         ))
         self.tokens_sampled += len(choice.token_ids)
         if parent is not None:
@@ -172,6 +174,18 @@ class Session:
                 ),
             )
         return index
+
+    def conversation(self, response: str) -> list[dict[str, Any]] | None:
+        """The messages of an earlier exchange, its answer included, by the name of its response (`resp_...`)."""
+        for record in reversed(self.records):
+            if record.exchange.name("resp_") == response:
+                turns: list[list[dict[str, Any]]] = []
+                at: Record | None = record
+                while at is not None:
+                    turns.append([*at.added, at.answer.message()])
+                    at = self.records[at.parent] if at.parent is not None else None
+                return [message for turn in reversed(turns) for message in turn]
+        return None
 
     def calls(self) -> list[Call]:
         """All recorded calls, in the order in which their answers were recorded."""
