@@ -93,6 +93,17 @@ class Learner:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm).item()
 
+    def facts(self) -> dict[str, Any]:
+        """What was built, for the records of a run."""
+        return {
+            "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self.scorer.policy.parameters()),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "layout": self.scorer.layout,
+            "zero_stage": self.config.zero_stage,
+            "ranks": self.ranks,
+            "device": str(self.engine.device),
+        }
+
     # --- learning ---
 
     def step(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
@@ -318,6 +329,5 @@ def _deepspeed_settings(config: LearnerConfig, dtype: torch.dtype) -> dict[str, 
         settings["bf16"] = {"enabled": True}
         if config.zero_stage:
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if config.zero_stage or dtype == torch.bfloat16:
-        settings["gradient_clipping"] = config.max_grad_norm
-    return settings
+    clips_itself = config.zero_stage > 0 or dtype == torch.bfloat16  # else see Learner._clip
+    return settings | {"gradient_clipping": config.max_grad_norm if clips_itself else 0.0}

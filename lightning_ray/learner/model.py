@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from lightning_ray.learner.attention import PACKED, packable
 from lightning_ray.learner.batch import Layout, MicroBatch
@@ -47,6 +48,7 @@ def load_scorer(model_dir: Path, *, dtype: torch.dtype, gradient_checkpointing: 
     if getattr(config, "final_logit_softcapping", None) or getattr(config, "logit_scale", None):
         raise UnsupportedModel(f"{config.model_type} transforms its logits, which the learner does not do")
     layout: Layout = "packed" if packable(config) else "padded"
+    disable_progress_bar()
     policy = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=dtype, attn_implementation=PACKED if layout == "packed" else "sdpa"
     )
