@@ -14,7 +14,7 @@ from lightning_ray.config import Config, ConfigError
 from lightning_ray.harness import pool as pools
 from lightning_ray.harness.pool import WorkerDied, WorkerPool
 from lightning_ray.harness.rollouts import Rollouts
-from lightning_ray.harness.spec import RolloutSpec
+from lightning_ray.harness.spec import RolloutSpec, check_harness
 from lightning_ray.sandbox import backend
 from lightning_ray.sandbox.base import ExecResult, SandboxError
 from lightning_ray.tasks.base import Task
@@ -55,6 +55,13 @@ class Bench:
                                  "settings": {"steps": list(steps), **settings}},
                         runners={"infra_retries": retries})
         return Rollouts(config, self.proxy, Workspaces(self.root), self.make, self.pool, {"limits": "test"})
+
+    def commands(self, program: str, **harness) -> Rollouts:
+        """Rollouts whose harness is a Python program run inside the sandbox."""
+        config = Config(harness={"kind": "command", "command": ["python3", "/tmp/agent/main.py", "{task}", "{model}"],
+                                 "files": {"/tmp/agent/main.py": program}, "timeout_s": 20, **harness})
+        check_harness(config.harness)
+        return Rollouts(config, self.proxy, Workspaces(self.root), self.make, None, {"limits": "test"})
 
     async def run(self, *steps: str, task: Task = TASK, **more):
         return await self.rollouts(*steps, **more).run(spec("r0", task))
@@ -305,6 +312,52 @@ async def test_law6_a_worker_process_knows_nothing_of_the_users(bench, monkeypat
     (names,) = [seen for seen in json.loads(record.notes["harness_log"]) if isinstance(seen, list)]
     assert set(names) <= set(pools.worker_environment("/nowhere")) | {"LC_CTYPE", "PWD"}
     assert not any("KEY" in name or "TOKEN" in name or "SECRET" in name for name in names)
+
+
+AGENT = """
+import json, os, sys, urllib.request
+task, model = sys.argv[1:]
+body = {"model": model, "messages": [{"role": "user", "content": task}]}
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print("the model says", answer)
+with open("sums.py", "w") as file:
+    file.write("def add(a, b):\\n    return " + answer + "\\n")
+"""
+
+
+async def test_a_command_harness_reaches_its_endpoint_and_is_graded(bench):
+    bench.proxy.script = lambda rollout, number: Answer("a + b")
+    record = await bench.commands(AGENT).run(spec("r0"))
+    assert (record.end, record.passed, record.notes["exit_status"]) == ("graded", True, "exit code 0")
+    assert record.notes["harness_log"] == "the model says a + b\n" and len(record.calls) == 1
+    (request,) = bench.proxy.rollouts["r0"].requests
+    assert request["messages"] == [{"role": "user", "content": "add must add"}] and request["model"] == "policy"
+    assert "agent" not in record.patch  # its own files are no part of the patch
+
+
+@pytest.mark.parametrize(("program", "harness", "reason"), [
+    ("print('no'); raise SystemExit(3)", {}, "exit code 3"),
+    ("import time; time.sleep(60)", {"timeout_s": 1}, "Timeout: after 1 s"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", {}, "exit code 137"),
+    ("", {"result": {"path": "/tmp/agent/end.json", "ok": ["done"]}},
+     "no result file: /tmp/agent/end.json was not written, or cannot be read"),
+    ("open('/tmp/agent/end.json', 'w').write('{\"exit_status\": \"LimitsExceeded\"}')",
+     {"result": {"path": "/tmp/agent/end.json", "ok": ["done"]}}, "LimitsExceeded"),
+])
+async def test_law8_a_command_harness_that_ends_badly_is_data(bench, program, harness, reason):
+    record = await bench.commands(program, **harness).run(spec("r0"))
+    assert (record.end, record.reason, record.notes["attempts"]) == ("harness_failed", reason, 1)
+
+
+async def test_a_command_harness_says_in_its_result_file_how_it_ended(bench):
+    program = "import json; open('sums.py', 'w').write('def add(a, b): return a + b'); " \
+              "json.dump({'info': {'exit': 'done'}}, open('/tmp/agent/end.json', 'w'))"
+    result = {"path": "/tmp/agent/end.json", "key": "info.exit", "ok": ["done"]}
+    record = await bench.commands(program, result=result).run(spec("r0"))
+    assert record.passed and record.notes["exit_status"] == "done"
 
 
 async def no_sandbox(command, cwd, timeout, env):

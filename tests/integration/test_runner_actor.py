@@ -1,0 +1,121 @@
+"""The `Runner` actor: starts, runs rollouts, dies and stops without leaving anything behind."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from lightning_ray.config import Config
+from lightning_ray.harness.runner import Runner
+from lightning_ray.harness.scratch import PREFIX
+from tests.integration.scripted_proxy import Answer, ScriptedProxy
+from tests.integration.test_runner import FIX, spec
+
+CONFIG = Config(harness={"entry": "tests.integration.harnesses:run", "workers": 1,
+                         "settings": {"steps": ["model", FIX, "model"]}})
+
+
+@ray.remote(num_cpus=0)
+class ProxyActor(ScriptedProxy):
+    def __init__(self, delay_s: float) -> None:
+        super().__init__(lambda rollout, number: Answer("hm", delay_s=delay_s))
+
+    def opened(self) -> int:
+        return len(self.rollouts)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    started = not ray.is_initialized()
+    if started:
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
+    yield
+    if started:
+        ray.shutdown()
+
+
+def runner_processes() -> set[int]:
+    """Process ids of runner actors on this node."""
+    return {int(path.name) for path in Path("/proc").iterdir()
+            if path.name.isdigit() and command_line(path).startswith("ray::Runner")}
+
+
+def command_line(path: Path) -> str:
+    try:
+        return (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def descendants(pid: int) -> set[int]:
+    found: set[int] = set()
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in thread.read_text().split():
+            found |= {int(child)} | descendants(int(child))
+    return found
+
+
+def directories() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+
+
+def gone(pids: set[int], timeout_s: float = 15.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(command_line(Path(f"/proc/{pid}")) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_law8_a_runner_may_be_killed_and_nothing_stays_behind():
+    before = directories()
+    others = runner_processes()
+    proxy = ProxyActor.remote(0.0)
+    slow = ProxyActor.remote(60.0)
+    ray.get([proxy.start.remote(), slow.start.remote()])
+
+    runner = Runner.options(num_cpus=0).remote(CONFIG, slow)
+    facts = ray.get(runner.start.remote())
+    assert facts["backend"] == "bubblewrap" and "limits" in facts
+    (process,) = runner_processes() - others
+    runs = [runner.run.remote(spec(f"r{number}")) for number in range(3)]
+    while ray.get(slow.opened.remote()) < 3:
+        time.sleep(0.05)
+    below = descendants(process)
+    assert len(below) >= 4  # a worker process and three sandboxes
+    ray.kill(runner)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(runs)
+    assert gone(below)
+
+    runner = Runner.options(num_cpus=0).remote(CONFIG, proxy)
+    records = ray.get([runner.run.remote(spec(f"r{number}")) for number in range(4)])  # it starts by itself
+    assert [record.passed for record in records] == [True] * 4
+    (process,) = runner_processes() - others
+    below = descendants(process)
+    ray.get(runner.stop.remote())
+    assert gone(below, timeout_s=1.0)
+    assert directories() == before
+    ray.kill(runner)
+
+
+def test_law6_a_machine_without_the_sandbox_refuses_to_start_and_says_so():
+    config = CONFIG.model_copy(update={"sandbox": CONFIG.sandbox.model_copy(update={"backend": "kubernetes"})})
+    runner = Runner.options(num_cpus=0).remote(config, ProxyActor.remote(0.0))
+    with pytest.raises(Exception, match=r"sandbox\.backend: 'kubernetes'"):
+        ray.get(runner.start.remote())
+    record = ray.get(runner.run.remote(spec("r0")))
+    assert record.end == "infra_failed" and "the runner could not start" in record.reason
+    ray.kill(runner)
+
+
+def test_a_runner_imports_no_engine():
+    code = ("import sys, lightning_ray.harness.runner; "
+            "sys.exit(any(name in sys.modules for name in ('vllm', 'torch', 'transformers', 'litellm')))")
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
