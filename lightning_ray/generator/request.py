@@ -88,19 +88,20 @@ def join(pieces: list[Generation], finish_reason: str, stop_reason: str | int | 
 
 
 class Progress:
-    """One generation under way: the request and the tokens so far.
+    """One generation under way: the request and the tokens so far. `max_context` is the engine's, in tokens.
 
     Send `next_request()` to an engine and `add` what comes back, until `done`; then `generation()` is the answer.
     A piece that ended `stop` or `length` finishes it; one that ended `abort` does so only after `cancel()`, and
     otherwise leaves the rest to the next request.
     """
 
-    def __init__(self, request: GenerateRequest):
+    def __init__(self, request: GenerateRequest, max_context: int):
         if not request.prompt_ids:
             raise ValueError(f"request {request.request_id}: the prompt has no tokens")
         if request.max_tokens < 1:
             raise ValueError(f"request {request.request_id}: max_tokens is {request.max_tokens}, must be at least 1")
         self.request = request
+        self.max_context = max_context
         self.pieces: list[Generation] = []
         self.cancelled = False
         self.finish: tuple[str, str | int | None] | None = None
@@ -128,7 +129,7 @@ class Progress:
         if kept:
             self.pieces.append(replace(piece, token_ids=piece.token_ids[:kept], logprobs=piece.logprobs[:kept],
                                        versions=piece.versions[:kept]))
-        if self.sampled >= self.request.max_tokens:
+        if self.sampled >= min(self.request.max_tokens, self.max_context - len(self.request.prompt_ids)):
             self.finish = ("length", None)
 
     def _kept(self, length: int) -> int:

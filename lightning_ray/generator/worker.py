@@ -10,28 +10,42 @@
   KV that older weights computed, while generations that run on keep theirs. Stale blocks age out of the cache.
 * Log-probs are those of the distribution that was sampled from (`processed_logprobs`): the behaviour policy.
 
-Errors: `ready` raises what the engine raised when it could not start; `generate` raises ValueError for a request
-that the engine refuses (a prompt longer than the context), and `GeneratorDied` when the engine is gone.
+Errors: `ready` raises what vLLM raises when it cannot start; `generate` raises ValueError for a request that cannot
+be served (a prompt longer than the context, an unknown parameter). When the engine's process dies, the actor ends with
+it: to its callers a generator is there or, by Ray's `RayActorError`, it is not.
 """
 
 import asyncio
 import os
+import sys
 import time
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
 
 import numpy as np
 import ray
 
 from lightning_ray.config import GeneratorConfig, PolicyConfig
+from lightning_ray.generator.engine import sampled_logprobs, sampling_params, start_engine
 from lightning_ray.generator.request import GenerateRequest, Generation, Progress, versions_of
 
-FIRST_AND_LAST = 1 << 30
-"""vLLM's `stream_interval`: only the first token and the end are reported; the first says that sampling began."""
+
+class PublishFailed(RuntimeError):
+    """The engine does not hold the weights that were sent. It stays frozen until a publish succeeds."""
 
 
-class GeneratorDied(RuntimeError):
-    """The engine's process is gone; this generator answers no more."""
+class _Flight:
+    """One request that is here: its progress, and whether the engine has sampled for it since it was last sent."""
+
+    def __init__(self, progress: Progress):
+        self.progress = progress
+        self.cancelled = asyncio.Event()
+        self.with_engine = False
+        self.started = False
+
+    @property
+    def waits_for_first_token(self) -> bool:
+        return self.with_engine and not self.started
 
 
 @ray.remote(concurrency_groups={"generate": 4096, "control": 64})
@@ -46,20 +60,23 @@ class GeneratorWorker:
         self._version = version
         self._engine: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open = asyncio.Event()
-        self._flights: dict[str, _Flight] = {}
         self._facts: dict[str, Any] = {}
+        self._flights: dict[str, _Flight] = {}
+        self._open = asyncio.Event()
+        self._whole = True
+        self._parcel: list[ray.ObjectRef] = []
 
-    # --- the generate group: these run on the loop that owns the engine ---
+    # --- the generate group, on the loop that owns the engine ---
 
     @ray.method(concurrency_group="generate")
     async def ready(self) -> dict[str, Any]:
-        """Start the engine. Returns facts: `start_s`, `max_model_len`, `kv_tokens`, `vocabulary`, `version`."""
+        """Start the engine. Returns `start_s`, `max_model_len`, `kv_tokens`, `vocabulary`, `version`. Idempotent."""
         if self._engine is None:
             self._loop = asyncio.get_running_loop()
             started = time.monotonic()
-            self._engine = _start_engine(self._model_dir, self._config, self._policy, self._seed)
+            self._engine = start_engine(self._model_dir, self._config, self._policy, self._seed)
             await self._engine.update_weight_version(str(self._version))
+            await self._connect_transfer()
             cache, model = self._engine.vllm_config.cache_config, self._engine.model_config
             self._facts = {
                 "start_s": time.monotonic() - started,
@@ -70,42 +87,62 @@ class GeneratorWorker:
             self._open.set()
         return {**self._facts, "version": self._version}
 
+    async def _connect_transfer(self) -> None:
+        from ray import cloudpickle
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        here = ray.get_runtime_context()
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={
+            "ray_address": here.gcs_address, "namespace": here.namespace,
+            "source": cloudpickle.dumps(here.current_actor),
+        }))
+
     @ray.method(concurrency_group="generate")
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample up to `request.max_tokens` tokens after the prompt."""
         if request.request_id in self._flights:
             raise ValueError(f"request id {request.request_id!r} is in flight already")
-        flight = self._flights[request.request_id] = _Flight(request)
+        progress = Progress(request, self._facts["max_model_len"])
+        flight = self._flights[request.request_id] = _Flight(progress)
         try:
-            while not flight.progress.done and not flight.progress.cancelled:
-                if not self._open.is_set():
+            while not progress.done and not progress.cancelled:
+                if self._open.is_set():
+                    progress.add(await self._sample(flight))
+                else:
                     await _first_of(self._open.wait(), flight.cancelled.wait())
-                    continue
-                flight.progress.add(await self._sample(flight))
-            return flight.progress.generation()
+            return progress.generation()
         finally:
             del self._flights[request.request_id]
 
-    async def _sample(self, flight: "_Flight") -> Generation:
+    async def _sample(self, flight: _Flight) -> Generation:
         """One piece: from the engine's taking the request until it ends or is aborted."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
         request = flight.progress.next_request()
-        flight.started = False
         token_ids: list[int] = []
         logprobs: list[float] = []
-        prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": str(self._version)}
         try:
-            async for output in self._engine.generate(prompt, _sampling_params(request), request.request_id):
-                completion = output.outputs[0]
+            prompt = tokens_input(request.prompt_ids, cache_salt=str(self._version))
+            outputs = self._engine.generate(prompt, sampling_params(request), request.request_id)
+            flight.with_engine, flight.started = True, False
+            async for output in outputs:
                 flight.started = True
+                completion = output.outputs[0]
                 token_ids.extend(completion.token_ids)
-                logprobs.extend(_sampled_logprobs(completion.logprobs))
-        except EngineDeadError as error:
-            raise GeneratorDied(f"the engine of {self._model_dir} died; its log says why") from error
+                logprobs.extend(sampled_logprobs(completion.logprobs))
+        except EngineDeadError:
+            self._end()
+        except (VLLMClientError, TypeError) as error:
+            raise ValueError(f"request {request.request_id}: {error}") from error
+        finally:
+            flight.with_engine = False
+        if completion.finish_reason == "error":
+            raise RuntimeError(f"request {request.request_id}: the engine failed on it; its log says why")
+        spans = ((span.version, span.start, span.end) for span in completion.weight_versions or ())
         return Generation(
-            np.array(token_ids, np.int32), np.array(logprobs, np.float32),
-            versions_of(((s.version, s.start, s.end) for s in completion.weight_versions or ()), len(token_ids)),
+            np.array(token_ids, np.int32), np.array(logprobs, np.float32), versions_of(spans, len(token_ids)),
             completion.finish_reason, completion.stop_reason,
         )
 
@@ -120,7 +157,7 @@ class GeneratorWorker:
         if flight := self._flights.get(request_id):
             flight.progress.cancel()
             flight.cancelled.set()
-            await self._engine.abort(request_id)
+            await self._take_back(lambda some: some is flight and some.with_engine)
 
     @ray.method(concurrency_group="control")
     async def freeze(self) -> None:
@@ -130,46 +167,99 @@ class GeneratorWorker:
     async def _freeze(self) -> None:
         self._open.clear()
         await self._engine.pause_generation(mode="keep", clear_cache=False)
-        await self._engine.abort([id_ for id_, flight in self._flights.items() if flight.waits_for_first_token])
+        await self._take_back(lambda flight: flight.waits_for_first_token)
+
+    async def _take_back(self, which: Callable[[_Flight], bool]) -> None:
+        """Abort flights in the engine until none of them is there: one that is still being handed over is unknown to
+        it for a moment, and an abort then misses it."""
+        while ids := [request_id for request_id, flight in self._flights.items() if which(flight)]:
+            await self._engine.abort(ids)
+            await asyncio.sleep(0.002)
 
     @ray.method(concurrency_group="control")
     async def thaw(self) -> None:
-        """Go on sampling. Idempotent."""
+        """Go on sampling. Idempotent. Raises `PublishFailed` after a publish that failed."""
         await self._on_engine_loop(self._thaw())
 
     async def _thaw(self) -> None:
+        if not self._whole:
+            raise PublishFailed("the last publish failed: publish again before the thaw")
         await self._engine.resume_generation()
         self._open.set()
 
     @ray.method(concurrency_group="control")
+    async def publish(self, ref_box: list[ray.ObjectRef], version: int) -> dict[str, Any]:
+        """Load the weights of `ref_box` (one reference a bucket, see `weights.py`) and stamp them `version`.
+
+        The generator must be frozen. Returns `version`, `seconds`, `tensors`, `bytes`, `verified` and `unverified`
+        (why the values could not be compared, or empty). Raises `PublishFailed` where the engine does not hold what
+        was sent; it then stays frozen until a publish succeeds.
+        """
+        return await self._on_engine_loop(self._publish(ref_box, version))
+
+    async def _publish(self, ref_box: list[ray.ObjectRef], version: int) -> dict[str, Any]:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self._open.is_set():
+            raise RuntimeError("the generator must be frozen while weights are published")
+        started = time.monotonic()
+        self._parcel, self._whole = ref_box, False
+        try:
+            await self._engine.start_weight_update()
+            for bucket in range(len(ref_box)):
+                await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"bucket": bucket}))
+            await self._engine.finish_weight_update()
+            reports = await self._engine.collective_rpc("publish_report")
+        except EngineDeadError:
+            self._end()
+        except Exception as error:  # vLLM's worker names it in the text of a bare Exception
+            raise PublishFailed(f"publishing policy version {version}: {error}") from error
+        finally:
+            self._parcel = []
+        for report in reports:
+            if report["wrong"]:
+                raise PublishFailed(f"publishing policy version {version}: {report['wrong']}")
+        await self._engine.update_weight_version(str(version))
+        self._version, self._whole = version, True
+        kept = {key: reports[0][key] for key in ("tensors", "bytes", "verified", "unverified")}
+        return {**kept, "version": version, "seconds": time.monotonic() - started}
+
+    @ray.method(concurrency_group="control")
+    async def parcel(self) -> list[ray.ObjectRef]:
+        """The references of the publish under way, for the engine's own processes."""
+        return self._parcel
+
+    @ray.method(concurrency_group="control")
     async def health(self) -> dict[str, Any]:
-        """`version`, `frozen`, `in_flight`; raises `GeneratorDied` when the engine is gone."""
+        """`version`, `frozen`, `in_flight`."""
         return await self._on_engine_loop(self._health())
 
     async def _health(self) -> dict[str, Any]:
         if self._engine.errored:
-            raise GeneratorDied(f"the engine of {self._model_dir} died; its log says why")
+            self._end()
         return {"version": self._version, "frozen": not self._open.is_set(), "in_flight": len(self._flights)}
+
+    @ray.method(concurrency_group="control")
+    async def stop(self) -> None:
+        """End the engine's process. The actor can then be killed without leaving anything behind."""
+        if self._engine is not None:
+            await self._on_engine_loop(self._stop())
+
+    async def _stop(self) -> None:
+        self._open.clear()
+        self._engine.shutdown()
+
+    def _end(self) -> NoReturn:
+        """The engine's process is gone and with it all that this actor is for."""
+        print(f"generator: the engine that serves {self._model_dir} died", file=sys.stderr, flush=True)
+        os._exit(1)
 
     async def _on_engine_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:
             call.close()
             raise RuntimeError("the generator has not been started: call ready() first")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
-
-
-class _Flight:
-    """One request that is here: its progress, and whether the engine has begun to sample for it."""
-
-    def __init__(self, request: GenerateRequest):
-        self.progress = Progress(request)
-        self.cancelled = asyncio.Event()
-        self.started: bool | None = None
-        """None: not with the engine yet."""
-
-    @property
-    def waits_for_first_token(self) -> bool:
-        return self.started is False
 
 
 async def _first_of(*waits: Coroutine[Any, Any, Any]) -> None:
@@ -179,46 +269,3 @@ async def _first_of(*waits: Coroutine[Any, Any, Any]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _sampling_params(request: GenerateRequest) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed, stop=request.stop or None,
-        stop_token_ids=request.stop_token_ids or None, detokenize=bool(request.stop), logprobs=0, flat_logprobs=True,
-        output_kind=RequestOutputKind.DELTA, stream_interval=FIRST_AND_LAST, skip_clone=True, **request.params,
-    )
-
-
-def _sampled_logprobs(flat: Any) -> list[float]:
-    """The sampled token's log-prob at each position: vLLM puts it first (`logprobs=0` asks for no other)."""
-    return [flat.logprobs[start] for start in flat.start_indices]
-
-
-def _start_engine(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, seed: int) -> Any:
-    """An `AsyncLLM`. vLLM reads its environment at import, so that comes first."""
-    os.environ.update({
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": str(config.threads),
-    })
-    from vllm import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    settings: dict[str, Any] = {
-        "model": model_dir, "dtype": config.dtype, "seed": seed, "max_model_len": policy.max_context,
-        "max_num_seqs": config.max_num_seqs, "enforce_eager": config.enforce_eager,
-        "tensor_parallel_size": config.tensor_parallel, "gpu_memory_utilization": config.gpu_memory_utilization,
-        "enable_prefix_caching": True, "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True, "enable_log_requests": False,
-    }
-    if current_platform.is_cpu():
-        settings["kv_cache_memory_bytes"] = config.kv_cache_gib << 30
-        if config.tensor_parallel == 1:
-            # The model then runs in the engine's own process: one process less, and no hop between them.
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            settings["distributed_executor_backend"] = "uni"
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**{**settings, **config.extra}))

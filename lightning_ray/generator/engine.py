@@ -1,0 +1,80 @@
+"""How vLLM is started and asked: its environment, its engine arguments, its sampling parameters.
+
+On the CPU the model runs in the engine's own process (one process and one hop less than vLLM's default), on as many
+threads as `generator.threads` says. On GPUs one tensor-parallel rank runs in the engine's process too, on the GPU
+that Ray gave the actor; several ranks are Ray actors of vLLM's in the bundles of the placement group.
+"""
+
+import os
+import warnings
+from typing import Any
+
+from lightning_ray.config import GeneratorConfig, PolicyConfig
+from lightning_ray.generator.request import GenerateRequest
+
+FIRST_AND_LAST = 1 << 30
+"""vLLM's `stream_interval`: only the first token and the end are reported; the first says that sampling began."""
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_LOGS": "-all",
+    "PYTHONWARNINGS": "ignore",
+}
+"""Quiet unless something is wrong. A variable that is set already stays as it is."""
+
+
+def start_engine(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, seed: int) -> Any:
+    """A running `AsyncLLM`. Raises what vLLM raises when it cannot start (no such model, no memory, ...).
+
+    vLLM and torch read their environment when they are imported, so this must be the first to import them.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.v1.engine.async_llm import AsyncLLM
+    return AsyncLLM.from_engine_args(_arguments(model_dir, config, policy, seed))
+
+
+def _arguments(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, seed: int) -> Any:
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.platforms import current_platform
+
+    from lightning_ray.generator.weights import BACKEND, WORKER_EXTENSION
+
+    settings: dict[str, Any] = {
+        "model": model_dir, "dtype": config.dtype, "seed": seed, "max_model_len": policy.max_context,
+        "max_num_seqs": config.max_num_seqs, "enforce_eager": config.enforce_eager,
+        "tensor_parallel_size": config.tensor_parallel, "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enable_prefix_caching": True, "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True, "enable_log_requests": False, "use_tqdm_on_load": False,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND), "worker_extension_cls": WORKER_EXTENSION,
+    }
+    if current_platform.is_cpu():
+        settings["kv_cache_memory_bytes"] = config.kv_cache_gib << 30
+        if config.tensor_parallel == 1:
+            # vLLM replaces "uni" by "mp" on the CPU unless this is off; `AsyncLLM` has its own process either way.
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            settings["distributed_executor_backend"] = "uni"
+    elif config.tensor_parallel > 1:
+        settings["distributed_executor_backend"] = "ray"
+    return AsyncEngineArgs(**{**settings, **config.extra})
+
+
+def sampling_params(request: GenerateRequest) -> Any:
+    """vLLM's `SamplingParams`. Text is made only where stop strings ask for it."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed, stop=request.stop or None,
+        stop_token_ids=request.stop_token_ids or None, detokenize=bool(request.stop), logprobs=0, flat_logprobs=True,
+        output_kind=RequestOutputKind.DELTA, stream_interval=FIRST_AND_LAST, skip_clone=True, **request.params,
+    )
+
+
+def sampled_logprobs(flat: Any) -> list[float]:
+    """The sampled token's log-prob at each position: vLLM puts it first (`logprobs=0` asks for no other)."""
+    return [flat.logprobs[start] for start in flat.start_indices]
