@@ -25,6 +25,8 @@ from lightning_ray.sandbox.unconfined import Unconfined
 NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
 PROGRAMS = ("bash", "git", "tar", "head", "cat", "python3")
 """What must be there inside."""
+OF_BASH = ("PWD", "SHLVL", "_")
+"""Environment variables that bash sets by itself."""
 PROBE_TIMEOUT_S = 60.0
 SECCOMP_FILTER = 2
 """`Seccomp:` in /proc/PID/status."""
@@ -35,7 +37,8 @@ while read -r key value; do
   case $key in Seccomp:|NoNewPrivs:|CapEff:) echo "$key $value";; esac
 done </proc/self/status
 echo "interfaces $(tail -n +3 /proc/net/dev | cut -d: -f1 | tr -d ' ' | sort | tr '\n' ' ')"
-echo "environment $(tr '\0' '\n' </proc/1/environ | cut -d= -f1 | sort | tr '\n' ' ')"
+echo "environment $(tr '\0' '\n' </proc/$$/environ | cut -d= -f1 | sort | tr '\n' ' ')"
+ls /proc/1/fd/ >/dev/null 2>&1 && echo "shell open"
 unshare --user true 2>/dev/null && echo "nested yes"
 for name in PROGRAMS; do command -v $name >/dev/null || echo "missing.$name yes"; done
 touch /usr/lightning_ray_probe 2>/dev/null && echo "writable /usr"
@@ -126,13 +129,13 @@ async def _look(make: Callable[[SandboxSpec], Bubblewrap], without: set[str]) ->
         await sandbox.start()
         done = await sandbox.exec(PROBE.replace("PROGRAMS", " ".join(PROGRAMS)), timeout_s=PROBE_TIMEOUT_S)
         host = {name: os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
-        user = os.stat(f"/proc/{sandbox.pid}").st_uid
+        user = sandbox.user
     finally:
         await sandbox.stop()
         shutil.rmtree(directory, ignore_errors=True)
     if done.returncode or done.timed_out:
         raise SandboxError(f"the probe failed: {done.output.strip()[-300:]}")
-    allowed = {*filesystem.environment(sandbox.spec), "PWD"}
+    allowed = {*filesystem.environment(sandbox.spec), *OF_BASH}
     return faults(done.output, host, allowed, user if os.geteuid() == 0 and "user" not in without else None, without)
 
 
@@ -156,6 +159,8 @@ def faults(probe: str, host: dict[str, str], variables: set[str], user: int | No
         wrong.append("it can make user namespaces")
     if "writable" in facts:
         wrong.append("it can write to /usr")
+    if "shell" in facts:
+        wrong.append("it can reach into the shell that drives it")
     if user == 0:
         wrong.append("it runs as root")
     missing = [key.removeprefix("missing.") for key in facts if key.startswith("missing.")]

@@ -78,8 +78,9 @@ class Bubblewrap(Commands):
 
     @property
     def user(self) -> int:
-        """The user id that the sandbox has on the host."""
-        return os.geteuid() if self._running is None or self._running.uid is None else self._running.uid
+        """The user id that its processes have on the host."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.partition("\nUid:")[2].split()[0])
 
     async def start(self) -> None:
         if self._stopped or self._running:
@@ -181,7 +182,7 @@ def _launch(spec: SandboxSpec, without: frozenset[str]) -> Running:
             os.lseek(listing, 0, os.SEEK_SET)
             command, environment = _outer_command(uid, keep)
             outer = subprocess.Popen(
-                [*command, "--args", str(listing), "--", "/bin/bash"],
+                [*command, "--args", str(listing), "--", filesystem.SHELL],
                 env={**environment, limits.MARK: limits.owner()},
                 stdin=script_in, stdout=output_in, stderr=output_in, pass_fds=inherited, cwd="/",
             )  # fmt: skip

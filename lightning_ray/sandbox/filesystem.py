@@ -6,12 +6,16 @@ is absent unless it is mounted explicitly. /usr/src and /usr/local/src, where co
 hidden.
 """
 
+import atexit
 import functools
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from lightning_ray.sandbox import limits
 from lightning_ray.sandbox.base import WORKSPACE, SandboxSpec
 
 USER = "agent"
@@ -20,6 +24,8 @@ UID = 1000
 SCRATCH = "/run"
 """A small writable place that `diff` and the like use, apart from /tmp, which a command may have filled."""
 SCRATCH_BYTES = 64 * 2**20
+SHELL = "/.shell"
+"""The shell that drives a sandbox."""
 INTERPRETER = "/opt/python"
 """Where the running interpreter is mounted when the system has none."""
 
@@ -49,6 +55,23 @@ def etc() -> dict[str, bytes]:
         if (path := Path("/etc") / name).is_file():
             files[name] = path.read_bytes()
     return files
+
+
+@functools.cache
+def unreadable_shell() -> Path:
+    """A copy of bash that may be executed but not read, for the shell that drives a sandbox.
+
+    The kernel keeps the memory and the file descriptors of a process with such a program (it is not "dumpable",
+    prctl(2)) from others of the same user: what runs inside cannot read the driving shell's script or write its
+    answers. The copy is removed when this process ends, or by `limits.janitor`.
+    """
+    directory = Path(tempfile.mkdtemp(prefix=f"{limits.PREFIX}{limits.owner()}."))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory.chmod(0o755)
+    shell = directory / "bash"
+    shutil.copyfile("/bin/bash", shell)
+    shell.chmod(0o111)
+    return shell
 
 
 @functools.cache
@@ -112,6 +135,7 @@ def arguments(spec: SandboxSpec, keep: Callable[[int], int], reach: Callable[[Pa
     args += ["--proc", "/proc", "--dev", "/dev", *sized(SCRATCH_BYTES, "1777", "/dev/shm"), "--remount-ro", "/dev"]
     args += [*sized(disk, "1777", "/tmp"), *sized(SCRATCH_BYTES, "0755", SCRATCH), "--dir", "/var", "--dir", "/root"]
     args += ["--symlink", "/tmp", "/var/tmp", *sized(disk, "0755", WORKSPACE)]
+    args += ["--ro-bind", reach(unreadable_shell()), SHELL]
     for mount in spec.mounts:
         args += ["--ro-bind", reach(mount.source), mount.target]
     return [*args, "--remount-ro", "/", "--chdir", WORKSPACE]

@@ -38,6 +38,7 @@ def test_a_good_probe_has_no_faults():
         (("interfaces lo", "interfaces eth0 lo"), "it has network interfaces: eth0 lo "),
         (("environment HOME", "environment AWS_SECRET HOME"), "it sees environment variables of the host: AWS_SECRET"),
         (("interfaces", "nested yes\ninterfaces"), "it can make user namespaces"),
+        (("interfaces", "shell open\ninterfaces"), "it can reach into the shell that drives it"),
         (("interfaces", "writable /usr\ninterfaces"), "it can write to /usr"),
         (("interfaces", "missing.git yes\ninterfaces"),
          "programs are missing inside: git (install them on this machine, below /usr)"),
