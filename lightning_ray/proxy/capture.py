@@ -21,6 +21,7 @@ from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.proxy.engine import Engine
 from lightning_ray.proxy.errors import BadRequest, ContextLength, ProxyError, RolloutEnded
 from lightning_ray.proxy.gate import Gate
+from lightning_ray.proxy.raw_prompt import build_raw_prompt
 from lightning_ray.proxy.reading import read
 from lightning_ray.proxy.sampling import Sampling, call_seed, choose, clamp
 from lightning_ray.proxy.session import Choice, Exchange, LimitReached, Session
@@ -61,7 +62,8 @@ class Capture:
         """
         key = blake2b(body, digest_size=16, key=dialect.encode()).digest()
         try:
-            exchange, new = self.session.admit(key, calls=asked.n, retried=retried, now_s=self.now())
+            calls = asked.n * max(1, len(asked.prompts))
+            exchange, new = self.session.admit(key, calls=calls, retried=retried, now_s=self.now())
         except LimitReached as limit:
             raise RolloutEnded(f"This rollout has ended: {limit}.") from None
         if new:
@@ -108,28 +110,7 @@ class Capture:
     async def _answer(self, exchange: Exchange, asked: Asked, body_bytes: int, dialect: str) -> None:
         try:
             async with self.gate.turn():
-                prompt = await self._prompt(asked, body_bytes)
-                parent = prompt.continues.call if prompt.continues else None
-                ids = self.session.prompt_ids(parent, prompt.new_ids).tolist()
-                exchange.prompt_tokens = len(ids)
-                if len(ids) >= self.codec.max_context:
-                    raise ContextLength(self.codec.max_context, len(ids))
-                opened = self.session.opened
-                adjusted = self.codec.adjust(asked.request, free=opened.mode == "train")
-                constraint = adjusted.extract_structured_outputs()
-                sampling = choose(asked.request, opened, constraint)
-                limit = clamp(sampling, opened, len(ids), self.codec.max_context, self.session.tokens_sampled)
-                self.session.history.add_prompt(prompt.chain)
-                names = [f"{opened.rollout_id}/{exchange.ordinal}/{index}" for index in range(asked.n)]
-                self.requests[exchange.ordinal] = names
-                generations = await self._generate([
-                    GenerateRequest(
-                        request_id=name, prompt_ids=ids, max_tokens=limit, temperature=sampling.temperature,
-                        seed=call_seed(opened, exchange.key, exchange.repeat, index), stop=sampling.stop,
-                        stop_token_ids=sampling.stop_token_ids, params=sampling.params,
-                    )
-                    for index, name in enumerate(names)
-                ])
+                await self._ask(exchange, asked, body_bytes, dialect)
         except (ProxyError, asyncio.CancelledError):
             self.session.fail(exchange)
             raise
@@ -139,42 +120,69 @@ class Capture:
             raise ProxyError("The proxy failed on this request.") from error
         finally:
             self.requests.pop(exchange.ordinal, None)
-        for generation in generations:
-            exchange.choices.append(self._record(
-                exchange, asked, prompt, ids, generation, sampling, dialect, adjusted,
-                masked="constrained" if constraint is not None else None,
-            ))
 
-    async def _generate(self, requests: list[GenerateRequest]) -> list[Generation]:
-        """All of them, or `ProxyError` where the engine refuses one (a bad schema, say)."""
-        rollout_id = self.session.opened.rollout_id
+    async def _ask(self, exchange: Exchange, asked: Asked, body_bytes: int, dialect: str) -> None:
+        """Build the prompts, have them answered, record the answers. Whatever was sampled is recorded, also where
+        another choice of the same request failed."""
+        opened = self.session.opened
+        prompts = await self._prompts(asked, body_bytes)
+        prompt_ids = [self._ids(prompt) for prompt in prompts]
+        exchange.prompt_tokens = sum(map(len, prompt_ids))
+        longest = max(map(len, prompt_ids))
+        if longest >= self.codec.max_context:
+            raise ContextLength(self.codec.max_context, longest)
+        adjusted = self.codec.adjust(asked.request, free=opened.mode == "train") if asked.messages else asked.request
+        constraint = adjusted.extract_structured_outputs()
+        sampling = choose(asked.request, opened, constraint)
+        for prompt in prompts:
+            self.session.history.add_prompt(prompt.chain)
+        requests = [
+            GenerateRequest(
+                request_id=f"{opened.rollout_id}/{exchange.ordinal}/{number}/{index}", prompt_ids=ids,
+                max_tokens=clamp(sampling, opened, len(ids), self.codec.max_context, self.session.tokens_sampled),
+                temperature=sampling.temperature, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids,
+                seed=call_seed(opened, exchange.key, exchange.repeat, number * asked.n + index), params=sampling.params,
+            )
+            for number, ids in enumerate(prompt_ids) for index in range(asked.n)
+        ]
+        self.requests[exchange.ordinal] = [request.request_id for request in requests]
         results = await asyncio.gather(
-            *(self.engine.generate(rollout_id, request) for request in requests), return_exceptions=True
+            *(self.engine.generate(opened.rollout_id, request) for request in requests), return_exceptions=True
         )
+        for number, result in enumerate(results):
+            if isinstance(result, Generation):
+                at = number // asked.n
+                exchange.choices.append(self._record(
+                    exchange, asked, prompts[at], prompt_ids[at], result, sampling, dialect, adjusted,
+                    masked="constrained" if constraint is not None else None,
+                ))
         for result in results:
             if isinstance(result, ValueError):
                 raise BadRequest(f"The engine refused the request: {result}")
-            if isinstance(result, Exception):
-                logger.error("rollout %s: the engine failed on a request", rollout_id, exc_info=result)
-                raise ProxyError("The engine failed on this request.")
             if isinstance(result, BaseException):
                 raise result
-        return results
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self.session.prompt_ids(prompt.continues.call if prompt.continues else None, prompt.new_ids).tolist()
 
     async def count(self, asked: Asked) -> int:
         """How many tokens the prompt of a request has; nothing is recorded."""
-        prompt = await self._prompt(asked, OFF_LOOP_BYTES + 1)
-        parent = prompt.continues.call if prompt.continues else None
-        return len(self.session.prompt_ids(parent, prompt.new_ids))
+        (prompt,) = await self._prompts(asked, OFF_LOOP_BYTES + 1)
+        return len(self._ids(prompt))
 
-    async def _prompt(self, asked: Asked, body_bytes: int) -> Prompt:
-        work = (asked.request, asked.messages, self.session.history, self.codec)
+    async def _prompts(self, asked: Asked, body_bytes: int) -> list[Prompt]:
         try:
-            if body_bytes > OFF_LOOP_BYTES:
-                return await asyncio.to_thread(build_prompt, *work)
-            return build_prompt(*work)
+            return await asyncio.to_thread(self._build, asked) if body_bytes > OFF_LOOP_BYTES else self._build(asked)
         except VLLMValidationError as error:
             raise BadRequest(str(error), param=error.parameter or "messages") from None
+
+    def _build(self, asked: Asked) -> list[Prompt]:
+        if asked.messages:
+            return [build_prompt(asked.request, asked.messages, self.session.history, self.codec)]
+        return [
+            build_raw_prompt(prompt, self.session, self.codec, add_special=asked.request.add_special_tokens)
+            for prompt in asked.prompts
+        ]
 
     def _record(
         self, exchange: Exchange, asked: Asked, prompt: Prompt, prompt_ids: list[int], generation: Generation,
@@ -182,7 +190,7 @@ class Capture:
     ) -> Choice:
         reading = read(self.codec, adjusted, prompt_ids, generation)
         answer = reading.answer
-        named = asked.request.tool_choice not in (None, "none", "auto", "required")
+        named = getattr(asked.request, "tool_choice", None) not in (None, "none", "auto", "required")
         finish = "length" if generation.finish_reason == "abort" else generation.finish_reason
         finish = "tool_calls" if answer.tool_calls and not named else finish
         choice = Choice(

@@ -39,6 +39,8 @@ class Prompt:
     """The conversation's digests, one a message."""
     added: list[dict[str, Any]]
     """The messages that the continued call did not have."""
+    raw: bool = False
+    """It is no conversation (`raw_prompt.py`)."""
 
 
 def text_digest(text: str) -> bytes:

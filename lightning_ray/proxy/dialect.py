@@ -1,7 +1,7 @@
 """What a dialect is: it reads a request body, and writes answers and errors the way its vendor does."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -23,6 +23,8 @@ class Asked:
     """The conversation in Chat Completions form; empty for Completions."""
     n: int
     stream: bool
+    prompts: list[str | list[int]] = field(default_factory=list)
+    """The prompts of Completions; empty for a conversation."""
     original: Any = None
     """The request as the dialect's own type, where it is another."""
 

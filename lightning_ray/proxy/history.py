@@ -26,7 +26,7 @@ class Answered:
     messages: int
     """How many messages its conversation has, the answer included."""
     prompt_length: int
-    """Characters of its rendered prompt."""
+    """Characters of its rendered prompt; -1 where it was given as token ids."""
     prompt_digest: bytes
     """Digest of its rendered prompt."""
     sampled_text: str
@@ -50,6 +50,8 @@ class History:
     """Digest of every prefix of every conversation -> length in messages of the longest conversation through it."""
     prompts: set[bytes] = field(default_factory=set)
     """Digests of whole prompts."""
+    raw: list[Answered] = field(default_factory=list)
+    """Calls whose prompt was no conversation."""
     quotes: list[str] = field(default_factory=list)
     """The first long line of each answer, to recognise summaries."""
 

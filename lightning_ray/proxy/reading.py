@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from lightning_ray.generator.request import Generation
 from lightning_ray.proxy.codec import Answer, Codec, ToolCall
 
 logger = logging.getLogger(__name__)
 
+Request = ChatCompletionRequest | CompletionRequest
 REPLACEMENT = "\ufffd"
 """What half a character decodes to."""
 
@@ -26,19 +28,21 @@ class Reading:
     """Text of the end token that was sampled last, or empty where something else ended the answer."""
 
 
-def read(codec: Codec, request: ChatCompletionRequest, prompt_ids: Sequence[int], generation: Generation) -> Reading:
-    """Decode and parse. `request` is the one that `Codec.adjust` returned."""
+def read(codec: Codec, request: Request, prompt_ids: Sequence[int], generation: Generation) -> Reading:
+    """Decode and parse. `request` is the one that `Codec.adjust` returned, or a `CompletionRequest`."""
+    chat = isinstance(request, ChatCompletionRequest)
     ids = generation.token_ids.tolist()
     ended = generation.finish_reason == "stop" and not isinstance(generation.stop_reason, str) and bool(ids)
     said = visible_text(codec, request, prompt_ids, ids[:-1] if ended else ids, generation)
     return Reading(
-        answer=parse(codec, request, prompt_ids, ids, said), sampled_text=codec.decode(ids, prompt_ids),
+        answer=parse(codec, request, prompt_ids, ids, said) if chat else Answer(content=said),
+        sampled_text=codec.decode(ids, prompt_ids),
         end=codec.decode(ids[-1:]) if ended else "",
     )
 
 
 def visible_text(
-    codec: Codec, request: ChatCompletionRequest, prompt_ids: Sequence[int], ids: Sequence[int], generation: Generation
+    codec: Codec, request: Request, prompt_ids: Sequence[int], ids: Sequence[int], generation: Generation
 ) -> str:
     """The answer's text as the harness may see it: a stop string, and half a character at a cut, are taken off."""
     text = codec.decode(ids, prompt_ids, skip_special=request.skip_special_tokens)

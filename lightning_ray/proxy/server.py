@@ -22,6 +22,7 @@ from lightning_ray.proxy import sse
 from lightning_ray.proxy.capture import Capture
 from lightning_ray.proxy.chat import Chat
 from lightning_ray.proxy.codec import Codec
+from lightning_ray.proxy.completions import Completions
 from lightning_ray.proxy.dialect import Asked, Dialect
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
 from lightning_ray.proxy.engine import Engine
@@ -58,7 +59,7 @@ class ProxyServer:
         chat, self.messages = Chat(codec, model), Messages(codec)
         self.dialects: dict[str, Dialect] = {
             "/v1/chat/completions": chat, "/v1/messages": self.messages, COUNT_TOKENS: self.messages,
-            "/v1/responses": Responses(codec, model),
+            "/v1/responses": Responses(codec, model), "/v1/completions": Completions(codec, model),
         }
 
     async def start(self) -> tuple[str, int]:

@@ -164,15 +164,18 @@ class Session:
         self.tokens_sampled += len(choice.token_ids)
         if parent is not None:
             parent.children += 1
-        if engine_finish in ("stop", "length"):
-            self.history.add_answer(
-                digest([prompt.chain[-1], *message_parts(choice.answer.message())]), prompt.chain,
-                Answered(
-                    call=index, messages=len(prompt.chain), prompt_length=prompt.text_length,
-                    prompt_digest=prompt.text_digest, sampled_text=sampled_text, end=end,
-                    stopped_by_text=isinstance(choice.stop_reason, str), answer=choice.answer,
-                ),
-            )
+        if engine_finish not in ("stop", "length"):
+            return index
+        answered = Answered(
+            call=index, messages=len(prompt.chain), prompt_length=prompt.text_length, prompt_digest=prompt.text_digest,
+            sampled_text=sampled_text, end=end, stopped_by_text=isinstance(choice.stop_reason, str),
+            answer=choice.answer,
+        )
+        if prompt.raw:
+            self.history.raw.append(answered)
+        else:
+            name = digest([prompt.chain[-1], *message_parts(choice.answer.message())])
+            self.history.add_answer(name, prompt.chain, answered)
         return index
 
     def conversation(self, response: str) -> list[dict[str, Any]] | None:

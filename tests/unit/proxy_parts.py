@@ -7,10 +7,12 @@ and Llama 3 (headers, trimmed contents).
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -209,6 +211,31 @@ def proxy_of(
     """A proxy in this process (not started) and its engine."""
     engine = ScriptedEngine(codec, say)
     return ProxyServer(codec, Engine([engine]), ProxyConfig(**config), "policy"), engine
+
+
+@asynccontextmanager
+async def serving(client_of: Callable[[str], Any]) -> AsyncIterator[Callable]:
+    """Gives `start(family, say, config=None, **rollout)` -> (server, engine, endpoint, client); closes all at the end.
+
+    `client_of` makes a client from an endpoint's base URL.
+    """
+    servers, clients = [], []
+
+    async def start(family, say, config=None, **fields):
+        server, engine = proxy_of(codec_of(family), say, **(config or {}))
+        await server.start()
+        servers.append(server)
+        endpoint = server.open(rollout(**fields))
+        clients.append(client_of(endpoint.base_url))
+        return server, engine, endpoint, clients[-1]
+
+    try:
+        yield start
+    finally:
+        for client in clients:
+            await client.close()
+        for server in servers:
+            await server.stop()
 
 
 def rollout(name: str = "r0", **fields) -> OpenRollout:

@@ -9,28 +9,13 @@ import numpy as np
 import openai
 import pytest
 
-from tests.unit.proxy_parts import BASH, codec_of, proxy_of, rollout, tool_call
+from tests.unit.proxy_parts import BASH, codec_of, serving, tool_call
 
 
 @pytest.fixture
 async def started():
-    """start(family, say) -> (server, engine, endpoint, openai client); all is closed afterwards."""
-    servers, clients = [], []
-
-    async def start(family, say, config=None, **fields):
-        server, engine = proxy_of(codec_of(family), say, **(config or {}))
-        await server.start()
-        servers.append(server)
-        endpoint = server.open(rollout(**fields))
-        client = openai.AsyncOpenAI(base_url=endpoint.base_url + "/v1", api_key="any", max_retries=0)
-        clients.append(client)
-        return server, engine, endpoint, client
-
-    yield start
-    for client in clients:
-        await client.close()
-    for server in servers:
-        await server.stop()
+    async with serving(lambda url: openai.AsyncOpenAI(base_url=url + "/v1", api_key="any", max_retries=0)) as start:
+        yield start
 
 
 def user(text):

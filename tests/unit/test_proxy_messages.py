@@ -5,7 +5,7 @@ import asyncio
 import anthropic
 import pytest
 
-from tests.unit.proxy_parts import codec_of, proxy_of, rollout, tool_call
+from tests.unit.proxy_parts import serving, tool_call
 
 TOOL = {"name": "bash", "description": "Run a command.", "input_schema": {
     "type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"],
@@ -14,23 +14,8 @@ TOOL = {"name": "bash", "description": "Run a command.", "input_schema": {
 
 @pytest.fixture
 async def started():
-    """start(family, say) -> (server, engine, anthropic client)."""
-    servers, clients = [], []
-
-    async def start(family, say, config=None, **fields):
-        server, engine = proxy_of(codec_of(family), say, **(config or {}))
-        await server.start()
-        servers.append(server)
-        endpoint = server.open(rollout(**fields))
-        client = anthropic.AsyncAnthropic(base_url=endpoint.base_url, api_key="any", max_retries=0)
-        clients.append(client)
-        return server, engine, client
-
-    yield start
-    for client in clients:
-        await client.close()
-    for server in servers:
-        await server.stop()
+    async with serving(lambda url: anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0)) as start:
+        yield start
 
 
 def user(content):
@@ -40,7 +25,7 @@ def user(content):
 async def test_law2_a_tool_conversation_streamed_goes_on_token_for_token(started):
     """As Claude Code does it: system as an array, cache marks that move, thinking, streamed, arguments as objects."""
     answers = iter(["<think>\nhm\n</think>\n\nLooking.\n" + tool_call("ls -la 'é'"), "<think>\nok\n</think>\n\nDone."])
-    server, _, client = await started("reasoning", lambda request: next(answers))
+    server, _, _, client = await started("reasoning", lambda request: next(answers))
     common = {"model": "policy", "max_tokens": 100, "tools": [TOOL], "metadata": {"user_id": "u"},
               "thinking": {"type": "adaptive"}, "extra_body": {"context_management": {"edits": []}}}
     system = [{"type": "text", "text": "You fix bugs.", "cache_control": {"type": "ephemeral"}}]
@@ -63,7 +48,7 @@ async def test_law2_a_tool_conversation_streamed_goes_on_token_for_token(started
 
 
 async def test_a_stream_says_the_same_as_an_answer(started):
-    _, _, client = await started("hermes", lambda request: "Two.\n" + tool_call("ls") + "\n" + tool_call("pwd"))
+    _, _, _, client = await started("hermes", lambda request: "Two.\n" + tool_call("ls") + "\n" + tool_call("pwd"))
     ask = {"model": "policy", "max_tokens": 100, "tools": [TOOL], "messages": [user("Go")]}
     whole = await client.messages.create(**ask)
     async with client.messages.stream(**ask) as stream:
@@ -75,7 +60,7 @@ async def test_a_stream_says_the_same_as_an_answer(started):
 
 
 async def test_tokens_are_counted(started):
-    server, _, client = await started("hermes", lambda request: "ok")
+    server, _, _, client = await started("hermes", lambda request: "ok")
     ask = {"model": "policy", "messages": [user("How long is this?")], "system": "Be brief.", "tools": [TOOL]}
     counted = await client.messages.count_tokens(**ask)
     answer = await client.messages.create(**ask, max_tokens=10)
@@ -84,13 +69,13 @@ async def test_tokens_are_counted(started):
 
 
 async def test_errors_look_like_anthropics(started):
-    _, _, client = await started("chatml", lambda request: "x", max_calls=0)
+    _, _, _, client = await started("chatml", lambda request: "x", max_calls=0)
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         await client.messages.create(model="policy", max_tokens=0, messages=[user("x")])
     with pytest.raises(anthropic.PermissionDeniedError) as refused:
         await client.messages.create(model="policy", max_tokens=5, messages=[user("x")])
     assert refused.value.body["error"]["type"] == "permission_error"
-    _, _, client = await started("chatml", lambda request: "x")
+    _, _, _, client = await started("chatml", lambda request: "x")
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .* tokens > 65536 maximum") as refused:
         await client.messages.create(model="policy", max_tokens=5, messages=[user("word " * 70000)])
     assert refused.value.body["type"] == "error"
@@ -102,7 +87,7 @@ async def test_errors_look_like_anthropics(started):
 
 
 async def test_pings_while_it_waits_and_stop_sequences(started):
-    _, engine, client = await started("chatml", lambda request: "Late.", config={"keepalive_s": 0.1})
+    _, engine, _, client = await started("chatml", lambda request: "Late.", config={"keepalive_s": 0.1})
     engine.hold = asyncio.Event()
     asyncio.get_running_loop().call_later(0.5, engine.hold.set)
     async with client.messages.stream(
@@ -113,7 +98,7 @@ async def test_pings_while_it_waits_and_stop_sequences(started):
 
 
 async def test_a_forced_tool_is_honoured_and_masked(started):
-    server, engine, client = await started("hermes", lambda request: tool_call("ls"))
+    server, engine, _, client = await started("hermes", lambda request: tool_call("ls"))
     answer = await client.messages.create(
         model="policy", max_tokens=100, tools=[TOOL], messages=[user("x")], tool_choice={"type": "any"}
     )

@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from tests.unit.proxy_parts import codec_of, proxy_of, rollout, tool_call
+from tests.unit.proxy_parts import serving, tool_call
 
 TOOL = {"type": "function", "name": "bash", "description": "Run a command.", "strict": True, "parameters": {
     "type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"],
@@ -15,23 +15,8 @@ TOOL = {"type": "function", "name": "bash", "description": "Run a command.", "st
 
 @pytest.fixture
 async def started():
-    """start(family, say) -> (server, engine, openai client)."""
-    servers, clients = [], []
-
-    async def start(family, say, **fields):
-        server, engine = proxy_of(codec_of(family), say)
-        await server.start()
-        servers.append(server)
-        endpoint = server.open(rollout(**fields))
-        client = openai.AsyncOpenAI(base_url=endpoint.base_url + "/v1", api_key="any", max_retries=0)
-        clients.append(client)
-        return server, engine, client
-
-    yield start
-    for client in clients:
-        await client.close()
-    for server in servers:
-        await server.stop()
+    async with serving(lambda url: openai.AsyncOpenAI(base_url=url + "/v1", api_key="any", max_retries=0)) as start:
+        yield start
 
 
 async def streamed(client, **ask):
@@ -43,7 +28,7 @@ async def streamed(client, **ask):
 async def test_law2_items_that_come_back_go_on_token_for_token(started):
     """As Codex does it: streamed, not stored, reasoning and calls echoed as items, unknown fields beside them."""
     answers = iter(["<think>\nhm\n</think>\n\nLooking.\n" + tool_call("ls"), "<think>\nok\n</think>\n\nDone."])
-    server, engine, client = await started("reasoning", lambda request: next(answers))
+    server, engine, _, client = await started("reasoning", lambda request: next(answers))
     common = {"model": "policy", "tools": [TOOL], "store": False, "include": ["reasoning.encrypted_content"],
               "instructions": "Fix bugs.", "parallel_tool_calls": False, "prompt_cache_key": "k",
               "extra_body": {"client_metadata": {"x": "y"}}, "reasoning": {"effort": "medium", "summary": "auto"}}
@@ -65,7 +50,7 @@ async def test_law2_items_that_come_back_go_on_token_for_token(started):
 
 async def test_a_previous_response_is_gone_on_from(started):
     answers = iter(["One.", "Two.", "Three."])
-    server, _, client = await started("hermes", lambda request: next(answers))
+    server, _, _, client = await started("hermes", lambda request: next(answers))
     first = await client.responses.create(model="policy", input="Say one.", instructions="Count.")
     second = await client.responses.create(
         model="policy", input="Next.", instructions="Count.", previous_response_id=first.id
@@ -84,7 +69,7 @@ async def test_a_previous_response_is_gone_on_from(started):
 
 
 async def test_free_form_tools_and_cut_answers(started):
-    server, _, client = await started("hermes", lambda request: (
+    server, _, _, client = await started("hermes", lambda request: (
         '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin"}}\n</tool_call>'
         if len(request.prompt_ids) > 60 else "This goes on\\"
     ))
@@ -104,7 +89,7 @@ async def test_free_form_tools_and_cut_answers(started):
 
 
 async def test_a_schema_is_honoured_and_masked_and_errors_look_like_openais(started):
-    server, engine, client = await started("chatml", lambda request: '{"a": 1}')
+    server, engine, _, client = await started("chatml", lambda request: '{"a": 1}')
     shape = {"type": "object", "properties": {"a": {"type": "integer"}}}
     schema = {"type": "json_schema", "name": "a", "schema": shape}
     answer = await client.responses.create(model="policy", input="x", text={"format": schema})
