@@ -103,7 +103,7 @@ def configuration(base_url: str, api_key: str, model: str, settings: dict) -> di
     return recursive_merge(
         *[_config_file(name) for name in ([files] if isinstance(files, str) else files)],
         {"model": {"model_name": f"openai/{model}", "cost_tracking": "ignore_errors",
-                   "model_kwargs": {"timeout": CALL_TIMEOUT_S, "num_retries": 0}}},
+                   "model_kwargs": {"timeout": CALL_TIMEOUT_S}}},
         own,
         {"model": {"model_kwargs": {"api_base": f"{base_url}/v1", "api_key": api_key}}},
     )

@@ -92,13 +92,17 @@ class Attempt:
 
 
 def judge_run(result: HarnessResult, calls: Sequence[Call]) -> Failure | None:
-    """What the end of RUN says. A harness that failed after a model call failed for reasons of ours is not to blame."""
+    """What the end of RUN says. A harness that failed because its endpoint was away, or after a model call failed for
+    reasons of ours, is not to blame."""
     if result.ok:
         return None
+    reason = f"{result.exit_status}: {result.detail}" if result.detail else result.exit_status
+    if result.unreachable:
+        return Failure("proxy", "run", f"the endpoint could not be reached: {reason}")
     broken = [call.index for call in calls if call.finish_reason == "error"]
     if broken:
         return Failure("proxy", "run", f"model call {broken[-1]} failed, then the harness ended: {result.exit_status}")
-    return Failure("harness", "run", f"{result.exit_status}: {result.detail}" if result.detail else result.exit_status)
+    return Failure("harness", "run", reason)
 
 
 def again(failure: Failure | None, failures_before: int, retries: int) -> bool:

@@ -7,7 +7,7 @@ asks the runner, which runs the command in the rollout's sandbox. Messages (`har
     to the worker    run {rollout, task, base_url, api_key, model, settings}, cancel {rollout},
                      executed {rollout, exec, output, returncode, timed_out} or {rollout, exec, error}
     to the runner    ready {import_s}, failed {detail}, exec {rollout, exec, command, cwd, timeout, env},
-                     result {rollout, exit_status, ok, detail, log}
+                     result {rollout, exit_status, ok, detail, log, unreachable}
 
 When the connection ends, for whatever reason, the process ends at once.
 """
@@ -30,6 +30,10 @@ from lightning_ray.harness.spec import HarnessResult, split_entry
 
 LOG_BYTES = 4000
 """How much of a traceback is kept with the result."""
+
+CONNECTION_ERRORS = {"ConnectionError", "APIConnectionError", "TransportError"}
+"""Of Python, of the SDKs of OpenAI and Anthropic, of httpx."""
+TIMEOUTS = {"TimeoutError", "APITimeoutError", "TimeoutException"}
 
 Harness = Callable[..., Any]
 
@@ -121,9 +125,24 @@ class Worker:
                 model=message["model"], environment=environment, settings=message["settings"]))
         except (Exception, SystemExit) as error:  # a harness may fail in any way: that is a result
             result = HarnessResult(type(error).__name__, ok=False, detail=str(error)[:LOG_BYTES],
-                                   log=traceback.format_exc()[-LOG_BYTES:])
+                                   log=traceback.format_exc()[-LOG_BYTES:], unreachable=lost_connection(error))
         self._environments.pop(message["rollout"], None)
         self.send({"type": "result", "rollout": message["rollout"], **asdict(result)})
+
+
+def lost_connection(error: BaseException | None) -> bool:
+    """Whether an error began with a connection that was refused or broke off, whatever the libraries above made of it.
+    A call that took too long is none: how long to wait is the harness's own decision."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        names = {cls.__name__ for cls in type(error).__mro__}
+        if names & TIMEOUTS:
+            return False
+        if names & CONNECTION_ERRORS:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def load(entry: str) -> Harness:

@@ -41,6 +41,10 @@ class Answer:
     command: str | None = None
     delay_s: float = 0.0
     status: int = 200
+    code: str | None = None
+    """Error code, with another status than 200."""
+    cut: bool = False
+    """Close the connection instead."""
 
 
 Script = Callable[[Rollout, int], Answer]
@@ -124,9 +128,12 @@ class ScriptedProxy:
             return web.json_response({"error": {"message": "the rollout is over", "code": "not_found"}}, status=404)
         finally:
             rollout.waiting.discard(waits)
+        if answer.cut:
+            request.transport.close()
+            return web.Response()
         rollout.calls.append(_call(len(rollout.calls), "stop" if answer.status == 200 else "error", answer.text))
         if answer.status != 200:
-            return web.json_response({"error": {"message": answer.text}}, status=answer.status)
+            return web.json_response({"error": {"message": answer.text, "code": answer.code}}, status=answer.status)
         return web.json_response(make(number, answer))
 
 

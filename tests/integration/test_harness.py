@@ -13,7 +13,7 @@ from lightning_ray.harness.command import run_command
 from lightning_ray.harness.pool import WorkerPool
 from lightning_ray.harness.spec import COMMAND_PORT, check_harness, command_plan, mounts
 from lightning_ray.proxy.endpoint import OpenRollout
-from lightning_ray.sandbox.base import SandboxSpec
+from lightning_ray.sandbox.base import ExecResult, SandboxSpec
 from lightning_ray.sandbox.bubblewrap import Bubblewrap
 from tests.integration.scripted_proxy import Answer, ScriptedProxy
 
@@ -42,7 +42,7 @@ ENVIRONMENT = {"cwd": "/testbed", "timeout": 1, "env": {"PAGER": "cat"}, "interp
 
 def settings(model_class: str) -> dict:
     return {"agent": AGENT, "environment": ENVIRONMENT,
-            "model": {"model_class": model_class, "cost_tracking": "ignore_errors", "model_kwargs": {"num_retries": 0}}}
+            "model": {"model_class": model_class, "cost_tracking": "ignore_errors"}}
 
 
 def script_for(model_class: str):
@@ -95,8 +95,10 @@ def opened(name: str) -> OpenRollout:
     return OpenRollout(name, "train", SamplingConfig(), 0, 100)
 
 
-async def as_python(proxy: ScriptedProxy, pool: WorkerPool, workspace: Path, model_class: str):
+async def as_python(proxy: ScriptedProxy, pool: WorkerPool, workspace: Path, model_class: str, **agent):
     """The result, the requests and the diff of a run in a warm worker process."""
+    own = settings(model_class)
+    own["agent"] = own["agent"] | agent
     sandbox = Bubblewrap(SandboxSpec("python", workspace))
     await sandbox.start()
     try:
@@ -107,7 +109,7 @@ async def as_python(proxy: ScriptedProxy, pool: WorkerPool, workspace: Path, mod
 
         result = await pool.run("python", {
             "task": {"problem_statement": TASK}, "base_url": endpoint.base_url, "api_key": "none", "model": "policy",
-            "settings": settings(model_class)}, execute)
+            "settings": own}, execute)
         return result, proxy.rollouts["python"].requests, await sandbox.diff()
     finally:
         await sandbox.stop()
@@ -117,7 +119,7 @@ def command_config(model_class: str) -> HarnessConfig:
     """`mini` as it is deployed: from a virtual environment, with a configuration file of its own."""
     config = settings(model_class)
     config["model"] = config["model"] | {"model_name": "openai/{model}", "model_kwargs": {
-        "api_base": "{base_url}/v1", "api_key": "none", "drop_params": True, "num_retries": 0, "timeout": 600}}
+        "api_base": "{base_url}/v1", "api_key": "none", "drop_params": True, "timeout": 600}}
     config = yaml.safe_dump(config, allow_unicode=True)
     return HarnessConfig(
         kind="command",
@@ -156,3 +158,48 @@ async def test_python_and_command_harness_send_the_same_requests_for_the_same_an
     assert len(python_requests) == len(COMMANDS)
     assert command_requests == python_requests
     assert python_diff == command_diff and "+    return a + b" in python_diff
+
+
+TOO_LONG = ("This model's maximum context length is 9 tokens. However, your messages resulted in 10 tokens. Please "
+            "reduce the length of the messages.")
+
+
+def command(text: str) -> Answer:
+    return Answer(f"```mswea_bash_command\n{text}\n```")
+
+
+@pytest.mark.parametrize(("script", "agent", "end", "requests"), [
+    (lambda rollout, number: command("true"), {"step_limit": 3}, "LimitsExceeded", 3),
+    (lambda rollout, number: Answer("no command"), {}, "RepeatedFormatError", 3),
+    (lambda rollout, number: command(SUBMIT + "; exit 1"), {"step_limit": 1}, "LimitsExceeded", 1),
+    (lambda rollout, number: Answer(TOO_LONG, status=400, code="context_length_exceeded"), {},
+     "ContextWindowExceededError", 1),
+    (lambda rollout, number: Answer("no such endpoint", status=404, code="not_found"), {}, "NotFoundError", 1),
+])
+async def test_law8_how_mini_swe_agent_ends_without_submitting_is_data(
+        script, agent, end, requests, workspace, endpoint, pool):
+    result, sent, _ = await as_python(await endpoint(script), pool, workspace, "litellm_textbased", **agent)
+    assert (result.exit_status, result.ok, result.unreachable) == (end, False, False)
+    assert len(sent) == requests
+
+
+async def test_law4_a_connection_that_breaks_once_is_retried_by_the_sdk(workspace, endpoint, pool):
+    proxy = await endpoint(lambda rollout, number: Answer(cut=True) if number == 0 else command(SUBMIT))
+    result, sent, _ = await as_python(proxy, pool, workspace, "litellm_textbased")
+    assert result.ok and len(sent) == 2 and sent[0] == sent[1]
+
+
+async def test_mini_swe_agents_own_configuration_is_enough(workspace, endpoint, pool):
+    proxy = await endpoint(lambda rollout, number: Answer("done", SUBMIT))
+    opened_at = await proxy.open(opened("own"))
+
+    async def execute(command, cwd, timeout, env):
+        assert (cwd, timeout, env["PAGER"]) == ("/testbed", 30, "cat")
+        return ExecResult("COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\nby hand\n", 0)
+
+    result = await pool.run("own", {"task": {"problem_statement": TASK}, "base_url": opened_at.base_url,
+                                    "api_key": "none", "model": "policy", "settings": {}}, execute)
+    assert (result.exit_status, result.ok) == ("Submitted", True)
+    (request,) = proxy.rollouts["own"].requests
+    assert request["messages"][1]["content"].startswith(f"Please solve this issue: {TASK}")
+    assert request["tools"][0]["function"]["name"] == "bash"

@@ -15,6 +15,7 @@ from lightning_ray.harness import pool as pools
 from lightning_ray.harness.pool import WorkerDied, WorkerPool
 from lightning_ray.harness.rollouts import Rollouts
 from lightning_ray.harness.spec import RolloutSpec, check_harness
+from lightning_ray.proxy.endpoint import Endpoint
 from lightning_ray.sandbox import backend
 from lightning_ray.sandbox.base import ExecResult, SandboxError
 from lightning_ray.tasks.base import Task
@@ -249,6 +250,19 @@ async def test_law8_a_broken_model_call_is_a_retry(bench):
     record = await bench.run("model", FIX)
     assert (record.end, record.passed, record.notes["attempts"]) == ("graded", True, 2)
     assert record.notes["failures"][0].startswith("proxy: model call 0 failed")
+
+
+async def test_law8_an_endpoint_that_is_away_is_a_retry(bench):
+    away = []
+
+    async def open_nowhere(rollout):
+        endpoint = await opens(rollout)
+        return endpoint if away else away.append(1) or Endpoint("http://127.0.0.1:9/r/x", "x")
+
+    opens, bench.proxy.open = bench.proxy.open, open_nowhere
+    record = await bench.run("model", FIX)
+    assert (record.end, record.passed, record.notes["attempts"]) == ("graded", True, 2)
+    assert record.notes["failures"][0].startswith("proxy: the endpoint could not be reached: URLError")
 
 
 async def test_law8_a_grading_sandbox_that_dies_repeats_the_grading_only(bench):
