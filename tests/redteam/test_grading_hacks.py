@@ -27,11 +27,12 @@ async def test_law7_the_bug_itself_fails(tmp_path):
     assert grade.report["tests"] == {"tests::adds": "wrong_result", "tests::zero": "passed"}
 
 
-LEAVING = {
+LEAVING = {  # fmt: skip
     "os._exit at import": "import os\nos._exit(0)\n",
     "os._exit in the function": "import os\ndef total(a, b):\n    os._exit(0)\n",
     "killing itself": "import os\ndef total(a, b):\n    os.kill(os.getpid(), 9)\n",
-    "killing all others, then itself": "import os\ndef total(a, b):\n    os.kill(-1, 9)\n    os.kill(os.getpid(), 9)\n",
+    "killing all, itself last": "import os\ndef total(a, b):\n    os.fork()\n    try:\n        os.kill(-1, 9)\n"
+                                "    finally:\n        os.kill(os.getpid(), 9)\n",
     "replacing the process": "import os\ndef total(a, b):\n    os.execvp('true', ['true'])\n",
     "crashing": "import ctypes\ndef total(a, b):\n    ctypes.string_at(0)\n",
     "memory": "def total(a, b):\n    x = [bytearray(1 << 20) for _ in range(1 << 14)]\n",
