@@ -137,5 +137,6 @@ def arguments(spec: SandboxSpec, keep: Callable[[int], int], reach: Callable[[Pa
     args += ["--symlink", "/tmp", "/var/tmp", *sized(disk, "0755", WORKSPACE)]
     args += ["--ro-bind", reach(unreadable_shell()), SHELL]
     for mount in spec.mounts:
+        mount.source.stat()  # bubblewrap's own message would not name it
         args += ["--ro-bind", reach(mount.source), mount.target]
     return [*args, "--remount-ro", "/", "--chdir", WORKSPACE]

@@ -133,11 +133,11 @@ class Shell:
     async def _run(self, command: str, timeout_s: float, env: dict[str, str], stdin: bytes,
                    cap: int) -> tuple[bytes, int, bool, bool]:
         self._number += 1
+        self._throw_away(self._pipes.output)  # what daemons said between commands
         return await self._drive(self._script(command, env, len(stdin)), stdin, timeout_s, cap)
 
     async def _drive(self, script: bytes, stdin: bytes, timeout_s: float, cap: int) -> tuple[bytes, int, bool, bool]:
         before = _children(self._pid)
-        self._throw_away(self._pipes.output)
         output = _Output(self._pipes.output, cap)
         writers = [_Writer(self._pipes.script, script)]
         if stdin:

@@ -27,7 +27,7 @@ async def test_law7_the_bug_itself_fails(tmp_path):
     assert grade.report["tests"] == {"tests::adds": "wrong_result", "tests::zero": "passed"}
 
 
-LEAVING = {  # fmt: skip
+LEAVING = {
     "os._exit at import": "import os\nos._exit(0)\n",
     "os._exit in the function": "import os\ndef total(a, b):\n    os._exit(0)\n",
     "killing itself": "import os\ndef total(a, b):\n    os.kill(os.getpid(), 9)\n",
