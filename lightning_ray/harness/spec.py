@@ -56,8 +56,8 @@ class HarnessResult:
     """One line about a failure."""
     log: str = ""
     """The end of what the harness printed."""
-    unreachable: bool = False
-    """It failed because its endpoint could not be reached: then it is not to blame, and runs again."""
+    endpoint_failed: bool = False
+    """It ended because its endpoint could not be reached or broke (5xx): then it is not to blame, and runs again."""
 
     @classmethod
     def from_dict(cls, values: Any) -> "HarnessResult":
@@ -68,7 +68,7 @@ class HarnessResult:
         if missing:
             raise ValueError(f"the Python harness's result lacks {', '.join(sorted(missing))}")
         return cls(str(values["exit_status"]), bool(values["ok"]), str(values.get("detail", "")),
-                   str(values.get("log", "")), bool(values.get("unreachable", False)))
+                   str(values.get("log", "")), bool(values.get("endpoint_failed", False)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,8 +97,8 @@ def judge_run(result: HarnessResult, calls: Sequence[Call]) -> Failure | None:
     if result.ok:
         return None
     reason = f"{result.exit_status}: {result.detail}" if result.detail else result.exit_status
-    if result.unreachable:
-        return Failure("proxy", "run", f"the endpoint could not be reached: {reason}")
+    if result.endpoint_failed:
+        return Failure("proxy", "run", f"the endpoint failed: {reason}")
     broken = [call.index for call in calls if call.finish_reason == "error"]
     if broken:
         return Failure("proxy", "run", f"model call {broken[-1]} failed, then the harness ended: {result.exit_status}")

@@ -7,7 +7,7 @@ asks the runner, which runs the command in the rollout's sandbox. Messages (`har
     to the worker    run {rollout, task, base_url, api_key, model, settings}, cancel {rollout},
                      executed {rollout, exec, output, returncode, timed_out} or {rollout, exec, error}
     to the runner    ready {import_s}, failed {detail}, exec {rollout, exec, command, cwd, timeout, env},
-                     result {rollout, exit_status, ok, detail, log, unreachable}
+                     result {rollout, exit_status, ok, detail, log, endpoint_failed}
 
 When the connection ends, for whatever reason, the process ends at once.
 """
@@ -125,23 +125,28 @@ class Worker:
                 model=message["model"], environment=environment, settings=message["settings"]))
         except (Exception, SystemExit) as error:  # a harness may fail in any way: that is a result
             result = HarnessResult(type(error).__name__, ok=False, detail=str(error)[:LOG_BYTES],
-                                   log=traceback.format_exc()[-LOG_BYTES:], unreachable=lost_connection(error))
+                                   log=traceback.format_exc()[-LOG_BYTES:], endpoint_failed=endpoint_failed(error))
         self._environments.pop(message["rollout"], None)
         self.send({"type": "result", "rollout": message["rollout"], **asdict(result)})
 
 
-def lost_connection(error: BaseException | None) -> bool:
-    """Whether an error began with a connection that was refused or broke off, whatever the libraries above made of it.
-    A call that took too long is none: how long to wait is the harness's own decision."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        names = {cls.__name__ for cls in type(error).__mro__}
+def endpoint_failed(error: BaseException | None) -> bool:
+    """Whether an error began with a connection that was refused or broke off, or with an answer of 500 and above,
+    whatever the libraries above made of it. A call that took too long is none: how long to wait is the harness's own
+    decision."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    for link in reversed(chain):
+        names = {cls.__name__ for cls in type(link).__mro__}
         if names & TIMEOUTS:
             return False
         if names & CONNECTION_ERRORS:
             return True
-        error = error.__cause__ or error.__context__
+        status = getattr(link, "status_code", getattr(link, "code", None))  # SDKs; urllib
+        if isinstance(status, int):
+            return status >= 500
     return False
 
 

@@ -175,12 +175,20 @@ def command(text: str) -> Answer:
     (lambda rollout, number: Answer(TOO_LONG, status=400, code="context_length_exceeded"), {},
      "ContextWindowExceededError", 1),
     (lambda rollout, number: Answer("no such endpoint", status=404, code="not_found"), {}, "NotFoundError", 1),
+    (lambda rollout, number: Answer("its calls are used up", status=403, code="rollout_limit"), {}, "APIError", 1),
 ])
 async def test_law8_how_mini_swe_agent_ends_without_submitting_is_data(
         script, agent, end, requests, workspace, endpoint, pool):
     result, sent, _ = await as_python(await endpoint(script), pool, workspace, "litellm_textbased", **agent)
-    assert (result.exit_status, result.ok, result.unreachable) == (end, False, False)
+    assert (result.exit_status, result.ok, result.endpoint_failed) == (end, False, False)
     assert len(sent) == requests
+
+
+async def test_law8_an_endpoint_that_breaks_is_not_mini_swe_agents_fault(workspace, endpoint, pool):
+    proxy = await endpoint(lambda rollout, number: Answer("ours", status=500))
+    result, sent, _ = await as_python(proxy, pool, workspace, "litellm_textbased")
+    assert (result.exit_status, result.ok, result.endpoint_failed) == ("InternalServerError", False, True)
+    assert len(sent) == 3  # its SDK tried again
 
 
 async def test_law4_a_connection_that_breaks_once_is_retried_by_the_sdk(workspace, endpoint, pool):

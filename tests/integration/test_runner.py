@@ -249,7 +249,7 @@ async def test_law8_a_broken_model_call_is_a_retry(bench):
     bench.proxy.script = script
     record = await bench.run("model", FIX)
     assert (record.end, record.passed, record.notes["attempts"]) == ("graded", True, 2)
-    assert record.notes["failures"][0].startswith("proxy: model call 0 failed")
+    assert record.notes["failures"][0].startswith("proxy: the endpoint failed: HTTPError")
 
 
 async def test_law8_an_endpoint_that_is_away_is_a_retry(bench):
@@ -262,7 +262,7 @@ async def test_law8_an_endpoint_that_is_away_is_a_retry(bench):
     opens, bench.proxy.open = bench.proxy.open, open_nowhere
     record = await bench.run("model", FIX)
     assert (record.end, record.passed, record.notes["attempts"]) == ("graded", True, 2)
-    assert record.notes["failures"][0].startswith("proxy: the endpoint could not be reached: URLError")
+    assert record.notes["failures"][0].startswith("proxy: the endpoint failed: URLError")
 
 
 async def test_law8_a_grading_sandbox_that_dies_repeats_the_grading_only(bench):

@@ -1,12 +1,14 @@
-"""harness/worker.py: which errors of a harness are a lost connection, and its environment without a runner."""
+"""harness/worker.py: which errors of a harness are its endpoint's, and its environment without a runner."""
 
 import threading
+import urllib.error
+from email.message import Message
 
 import httpx
 import openai
 import pytest
 
-from lightning_ray.harness.worker import ExecutionRefused, SandboxEnvironment, lost_connection
+from lightning_ray.harness.worker import ExecutionRefused, SandboxEnvironment, endpoint_failed
 
 REQUEST = httpx.Request("POST", "http://127.0.0.1:9/v1")
 
@@ -20,29 +22,37 @@ def raised(*errors: BaseException) -> BaseException:
     return errors[-1]
 
 
+def status_error(cls: type[openai.APIStatusError], status: int) -> openai.APIStatusError:
+    return cls("x", response=httpx.Response(status, request=REQUEST), body=None)
+
+
 @pytest.mark.parametrize("error", [
     ConnectionRefusedError(111, "refused"),
     openai.APIConnectionError(request=REQUEST),
     raised(httpx.RemoteProtocolError("cut off"), openai.APIConnectionError(request=REQUEST), RuntimeError("no model")),
     raised(ConnectionResetError(104, "reset"), ValueError("x"), KeyError("y")),
+    status_error(openai.InternalServerError, 500),
+    raised(status_error(openai.InternalServerError, 503), RuntimeError("no model")),
+    urllib.error.HTTPError("http://x", 502, "bad", Message(), None),
 ])
-def test_law8_a_connection_that_broke_is_found_below_what_libraries_made_of_it(error):
-    assert lost_connection(error)
+def test_law8_an_endpoint_that_failed_is_found_below_what_libraries_made_of_it(error):
+    assert endpoint_failed(error)
 
 
 @pytest.mark.parametrize("error", [
     None, RuntimeError("x"), TimeoutError(), openai.APITimeoutError(request=REQUEST),
     raised(httpx.ReadTimeout("slow"), RuntimeError("x")),
-    openai.NotFoundError("gone", response=httpx.Response(404, request=REQUEST), body=None),
+    status_error(openai.NotFoundError, 404), status_error(openai.RateLimitError, 429),
+    raised(status_error(openai.PermissionDeniedError, 403), status_error(openai.InternalServerError, 500)),
 ])
 def test_other_errors_are_the_harnesss_own(error):
-    assert not lost_connection(error)
+    assert not endpoint_failed(error)
 
 
 def test_errors_in_a_circle_end():
     first, second = RuntimeError("a"), RuntimeError("b")
     first.__context__, second.__context__ = second, first
-    assert not lost_connection(first)
+    assert not endpoint_failed(first)
 
 
 def test_a_closed_environment_refuses_what_waits_and_what_comes():

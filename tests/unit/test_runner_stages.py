@@ -47,7 +47,7 @@ def test_law8_a_harness_that_failed_after_a_broken_model_call_is_not_to_blame():
     failed = HarnessResult("InternalServerError", ok=False)
     assert stages.judge_run(failed, [call(2), call(2, "error", index=1)]) == Failure(
         "proxy", "run", "model call 1 failed, then the harness ended: InternalServerError")
-    away = HarnessResult("InternalServerError", ok=False, unreachable=True)
+    away = HarnessResult("InternalServerError", ok=False, endpoint_failed=True)
     assert stages.judge_run(away, [call(2)]).kind == "proxy"
     assert stages.judge_run(failed, [call(2)]) == Failure("harness", "run", "InternalServerError")
     assert stages.judge_run(HarnessResult("Submitted", ok=True), [call(2, "error")]) is None

@@ -1,0 +1,79 @@
+"""Runner and proxy together, as Ray actors: mini-SWE-agent in both ways on one bug, until it is fixed and graded.
+
+Only the policy's choice of words is scripted (a generator actor); harness, HTTP, templates, tokens, capture, sandboxes
+and grading are real.
+"""
+
+import numpy as np
+import pytest
+import ray
+
+from lightning_ray.config import Config, HarnessConfig, PolicyConfig
+from lightning_ray.generator.request import Generation
+from lightning_ray.harness.runner import Runner
+from lightning_ray.proxy.actor import Proxy
+from lightning_ray.trajectory.branches import branches
+from tests.integration.test_harness import SUBMIT, command_config, settings
+from tests.integration.test_runner import spec
+from tests.unit.proxy_parts import model_dir, tokenizer_of
+
+COMMANDS = ["cat sums.py", "sed -i 's/a - b/a + b/' sums.py", SUBMIT]
+MODEL_CLASS = "litellm_textbased"
+
+
+@ray.remote(num_cpus=0)
+class Scripted:
+    """A generator that answers with the next of `COMMANDS`, by the number of answers in the prompt."""
+
+    def __init__(self) -> None:
+        self.tokenizer = tokenizer_of("hermes")
+
+    async def generate(self, request) -> Generation:
+        turns = self.tokenizer.decode(request.prompt_ids).count("<|im_start|>assistant") - 1
+        text = f"THOUGHT: next\n\n```mswea_bash_command\n{COMMANDS[turns]}\n```"
+        ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        size = len(ids)
+        return Generation(np.asarray(ids, np.int32), np.zeros(size, np.float32), np.zeros(size, np.int32), "stop")
+
+    async def abort(self, request_id: str) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def proxy_and_model(tmp_path_factory):
+    own = not ray.is_initialized()
+    if own:
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
+    model = model_dir("hermes", tmp_path_factory.mktemp("models"))
+    policy = PolicyConfig(path=model, max_context=8192)
+    journal = tmp_path_factory.mktemp("journal")
+    proxy = Proxy.remote(Config().proxy, policy, str(model), [Scripted.remote()], str(journal))
+    ray.get(proxy.start.remote())
+    yield proxy, policy
+    ray.kill(proxy)
+    if own:
+        ray.shutdown()
+
+
+def run(proxy, policy: PolicyConfig, harness: HarnessConfig):
+    runner = Runner.remote(Config(policy=policy, harness=harness), proxy)
+    record = ray.get(runner.run.remote(spec(harness.kind)))
+    ray.get(runner.stop.remote())
+    ray.kill(runner)
+    return record
+
+
+def test_law2_both_ways_of_running_it_make_the_same_calls_token_for_token(proxy_and_model):
+    python = run(*proxy_and_model, HarnessConfig(settings=settings(MODEL_CLASS), workers=1))
+    command = run(*proxy_and_model, command_config(MODEL_CLASS))
+    for record in (python, command):
+        assert (record.end, record.passed, record.reason) == ("graded", True, "passed"), record
+        assert record.notes["exit_status"] == "Submitted"
+        assert len(record.calls) == len(COMMANDS)
+        assert [call.relation for call in record.calls] == ["new_conversation", "continued", "continued"]
+        assert len(branches(record.calls)) == 1
+    assert python.patch == command.patch
+    for ours, theirs in zip(python.calls, command.calls, strict=True):
+        assert np.array_equal(ours.prompt_ids, theirs.prompt_ids)
+        assert np.array_equal(ours.sampled_ids, theirs.sampled_ids)
+        assert ours.masked is None and theirs.masked is None
