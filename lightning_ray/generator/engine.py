@@ -6,6 +6,7 @@ that Ray gave the actor; several ranks are Ray actors of vLLM's in the bundles o
 """
 
 import os
+import tempfile
 import warnings
 from typing import Any
 
@@ -29,6 +30,8 @@ def start_engine(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, 
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # vLLM leaves the sockets between its processes behind: they get a directory of their own, which `stop` removes.
+    os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="lightning-ray-")
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     with warnings.catch_warnings():

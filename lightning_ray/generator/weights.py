@@ -14,6 +14,7 @@ that the engine computes with exactly the values sent (`checksum.py`), else `unv
 reload must frame the update: the CPU worker repacks weights after loading, and captured graphs keep their addresses.
 """
 
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -69,13 +70,19 @@ class ObjectStoreEngine(WeightTransferEngine):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._parameters = {name for name, _ in self.model.named_parameters()}  # a tied weight once
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         import ray
         from ray import cloudpickle
 
         if not ray.is_initialized():
+            ended_by = signal.getsignal(signal.SIGTERM)
             ray.init(address=init_info.ray_address, namespace=init_info.namespace, log_to_driver=False,
                      logging_level="ERROR")
+            signal.signal(signal.SIGTERM, ended_by)  # Ray's own handler prints a stack trace when vLLM ends its worker
         self._source = cloudpickle.loads(init_info.source)
 
     def start_weight_update(self) -> None:
@@ -84,7 +91,7 @@ class ObjectStoreEngine(WeightTransferEngine):
         self._sent: checksum.Tally = {}
         self._tensors = self._bytes = 0
         self._refs: list[Any] | None = None
-        self._missing = {name for name, _ in self.model.named_parameters()}  # a tied weight once
+        self._missing = set(self._parameters)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -98,7 +105,11 @@ class ObjectStoreEngine(WeightTransferEngine):
 
         if self._refs is None:
             self._refs = ray.get(self._source.parcel.remote())
-        loaded = self.model.load_weights(self._tensors_of(ray.get(self._refs[update_info.bucket])))
+        try:
+            loaded = self.model.load_weights(self._tensors_of(ray.get(self._refs[update_info.bucket])))
+        except BaseException:
+            self._end_reload()  # or the next publish would find layers that were given some of their parts
+            raise
         self._missing -= set(loaded or ())
 
     def _tensors_of(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
@@ -110,13 +121,16 @@ class ObjectStoreEngine(WeightTransferEngine):
             yield name, tensor
 
     def finish_weight_update(self) -> None:
+        self._end_reload()
+        self._repack_tied_head()
+        self.report = Report(self._tensors, self._bytes)
+        self._verify()
+
+    def _end_reload(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         self._refs = None
         finalize_layerwise_reload(self.model, self.model_config)
-        self._repack_tied_head()
-        self.report = Report(self._tensors, self._bytes)
-        self._verify()
 
     def _verify(self) -> None:
         report, parallel = self.report, self.parallel_config

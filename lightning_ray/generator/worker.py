@@ -6,8 +6,8 @@
 * `freeze` stops sampling and keeps the KV cache of what runs; `thaw` goes on. Requests that arrive while frozen
   wait here, and no caller notices. A generation that had no token yet when the engine froze is taken back and sent
   again after the thaw: it then belongs wholly to the new weights.
-* Prefix cache: every request is salted with the policy version it is sent under, so that a request never builds on
-  KV that older weights computed, while generations that run on keep theirs. Stale blocks age out of the cache.
+* Prefix cache: every request is salted with the publish it is sent under, so that a request never builds on KV that
+  other weights computed, while generations that run on keep theirs. Stale blocks age out of the cache.
 * Log-probs are those of the distribution that was sampled from (`processed_logprobs`): the behaviour policy.
 
 Errors: `ready` raises what vLLM raises when it cannot start; `generate` raises ValueError for a request that cannot
@@ -17,6 +17,7 @@ it: to its callers a generator is there or, by Ray's `RayActorError`, it is not.
 
 import asyncio
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -28,6 +29,9 @@ import ray
 from lightning_ray.config import GeneratorConfig, PolicyConfig
 from lightning_ray.generator.engine import sampled_logprobs, sampling_params, start_engine
 from lightning_ray.generator.request import GenerateRequest, Generation, Progress, versions_of
+
+ENGINE_STOP_S = 1.0
+"""How long the engine's process may take to end by itself."""
 
 
 class PublishFailed(RuntimeError):
@@ -64,6 +68,7 @@ class GeneratorWorker:
         self._flights: dict[str, _Flight] = {}
         self._open = asyncio.Event()
         self._whole = True
+        self._publishes = 0
         self._parcel: list[ray.ObjectRef] = []
 
     # --- the generate group, on the loop that owns the engine ---
@@ -124,7 +129,7 @@ class GeneratorWorker:
         token_ids: list[int] = []
         logprobs: list[float] = []
         try:
-            prompt = tokens_input(request.prompt_ids, cache_salt=str(self._version))
+            prompt = tokens_input(request.prompt_ids, cache_salt=str(self._publishes))
             outputs = self._engine.generate(prompt, sampling_params(request), request.request_id)
             flight.with_engine, flight.started = True, False
             async for output in outputs:
@@ -222,6 +227,7 @@ class GeneratorWorker:
                 raise PublishFailed(f"publishing policy version {version}: {report['wrong']}")
         await self._engine.update_weight_version(str(version))
         self._version, self._whole = version, True
+        self._publishes += 1
         kept = {key: reports[0][key] for key in ("tensors", "bytes", "verified", "unverified")}
         return {**kept, "version": version, "seconds": time.monotonic() - started}
 
@@ -248,7 +254,8 @@ class GeneratorWorker:
 
     async def _stop(self) -> None:
         self._open.clear()
-        self._engine.shutdown()
+        self._engine.shutdown(timeout=ENGINE_STOP_S)
+        shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
 
     def _end(self) -> NoReturn:
         """The engine's process is gone and with it all that this actor is for."""

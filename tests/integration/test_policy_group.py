@@ -1,0 +1,121 @@
+"""The policy group with real vLLM and real DeepSpeed: what the learner has is what the generators sample with."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_ray.policy_group import PartDied, _all
+from lightning_ray.trajectory.samples import Sample
+from tests.integration.conftest import TEMPERATURE
+
+pytestmark = pytest.mark.timeout(300)
+PROMPT = list(range(30, 70))
+
+
+def sampled(group, request_for, count=8, length=40) -> list[Sample]:
+    """Fresh samples of the group's own, half of them good and half bad."""
+    rng = np.random.default_rng(group.version)
+    prompts = [rng.integers(10, 500, 20).tolist() for _ in range(count)]
+    answers = ray.get([group.generators[0].generate.remote(request_for(prompt, length)) for prompt in prompts])
+    samples = []
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        before = np.zeros(len(prompt))
+        samples.append(Sample(
+            token_ids=np.r_[prompt, answer.token_ids].astype(np.int32),
+            loss_mask=np.r_[before, np.ones(length)].astype(bool),
+            logprobs=np.r_[before, answer.logprobs].astype(np.float32),
+            versions=np.r_[before - 1, answer.versions].astype(np.int32),
+            advantage=1.0 if number % 2 else -1.0, rollout=number, weight=1 / (count * length)))
+    return samples
+
+
+@pytest.fixture(scope="module")
+def group(policy_group, request_for):
+    """After one update: whatever the shared generator held before, it now holds the learner's weights."""
+    policy_group.update(sampled(policy_group, request_for))
+    return policy_group
+
+
+def greedy(group, request_for, length=12) -> list[int]:
+    answer = ray.get(group.generators[0].generate.remote(request_for(PROMPT, length, 0.0)))
+    return answer.token_ids.tolist()
+
+
+def test_an_update_is_learned_published_and_verified(group, request_for):
+    before, first = group.version, greedy(group, request_for)
+    for number in range(3):
+        metrics = group.update(sampled(group, request_for))
+        assert group.version == before + number + 1
+        assert metrics["weights_verified"] == 1.0 and metrics["weights_bytes"] > 0
+        assert metrics["grad_norm"] > 0 and np.isfinite(metrics["loss"])
+        assert metrics["pause_s"] >= metrics["learn_s"] + metrics["publish_s"] > 0
+        assert metrics["logprob_gap_tokens"] == 8 * 40
+        assert metrics["logprob_gap_mean"] < 0.02, "the generator does not sample from what the learner has"
+    assert greedy(group, request_for) != first
+    assert set(ray.get(group.generators[0].generate.remote(request_for(PROMPT, 5))).versions) == {group.version}
+
+
+def test_law_4_a_generation_runs_through_an_update(group, request_for):
+    samples = sampled(group, request_for)
+    running = [group.generators[0].generate.remote(request_for(PROMPT, 600)) for _ in range(4)]
+    time.sleep(0.4)
+    old = group.version
+    group.update(samples)
+    for answer in ray.get(running):
+        assert len(answer.token_ids) == 600 and answer.finish_reason == "length"
+        assert set(answer.versions) == {old, old + 1}
+
+
+def test_a_step_that_cannot_be_learned_changes_nothing(group, request_for):
+    before = group.version, greedy(group, request_for)
+    nothing = [Sample(**{**{name: getattr(sample, name) for name in Sample.__slots__},
+                         "loss_mask": np.zeros_like(sample.loss_mask)}) for sample in sampled(group, request_for, 2)]
+    with pytest.raises(ValueError, match="trained") as raised:
+        group.update(nothing)
+    assert "learner rank 0" in "".join(raised.value.__notes__)
+    assert (group.version, greedy(group, request_for)) == before
+
+
+def test_what_was_saved_goes_on_as_it_was(group, request_for, tmp_path):
+    saved = group.version, greedy(group, request_for)
+    group.save(tmp_path)
+    for _ in range(2):
+        group.update(sampled(group, request_for))
+    assert greedy(group, request_for) != saved[1]
+    group.load(tmp_path, saved[0])
+    assert (group.version, greedy(group, request_for)) == saved
+    assert group.update(sampled(group, request_for))["logprob_gap_mean"] < 0.02
+
+
+def test_an_export_is_the_policy_that_samples(group, request_for, tmp_path):
+    group.export(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template
+    answer = ray.get(group.generators[0].generate.remote(request_for(PROMPT, 30)))
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *answer.token_ids.tolist()]])).logits[0, len(PROMPT) - 1:-1]
+    scored = torch.log_softmax(logits / TEMPERATURE, -1)
+    scored = scored.gather(1, torch.tensor(answer.token_ids.tolist())[:, None])[:, 0].numpy()
+    assert np.abs(scored - answer.logprobs).mean() < 0.02
+
+
+def test_a_part_that_died_is_named(ray_session):
+    @ray.remote(num_cpus=0)
+    class Part:
+        def work(self, seconds: float):
+            time.sleep(seconds)
+
+        def die(self):
+            os._exit(1)
+
+    well, dead = Part.remote(), Part.remote()
+    started = time.monotonic()
+    with pytest.raises(PartDied, match="learner rank 1 died"):
+        _all({"learner rank 0": well.work.remote(60), "learner rank 1": dead.die.remote()})
+    assert time.monotonic() - started < 30, "it waited for the part that lives"
+    ray.kill(well)
