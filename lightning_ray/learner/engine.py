@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from lightning_ray.config import AlgorithmConfig, LearnerConfig
 from lightning_ray.learner.batch import MicroBatch, build, plan, read_length, split_updates, update_scale
@@ -40,8 +41,8 @@ class LearnerError(RuntimeError):
 
 def join(rank: int, ranks: int, address: tuple[str, int]) -> None:
     """Join the process group of the learner's ranks, whose rank 0 listens at `address`."""
-    # A C++ extension for inference only, which DeepSpeed would compile in every process that joins on a CPU.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Else DeepSpeed probes the compiler for each of its extensions here, and compiles one that only inference uses.
+    deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(
         dist_backend="nccl" if torch.cuda.is_available() else "gloo",
         auto_mpi_discovery=False,
@@ -73,13 +74,11 @@ class Learner:
         on_gpu = torch.cuda.is_available()
         self.dtype = native_dtype(on_gpu) if config.dtype == "auto" else getattr(torch, config.dtype)
         settings = _deepspeed_settings(config, self.dtype)
-        if config.zero_stage == 3:
-            from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-            self._partitioned_loading = HfDeepSpeedConfig(settings)  # in force while this object lives
+        partitioned = HfDeepSpeedConfig(settings) if config.zero_stage == 3 else None  # in force while it lives
         self.scorer = load_scorer(
             self.model_dir, dtype=self.dtype, gradient_checkpointing=config.gradient_checkpointing
         )
+        del partitioned
         parameters = [p for p in self.scorer.parameters() if p.requires_grad]
         optimizer = make_optimizer(parameters, config, on_gpu=on_gpu)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -228,7 +227,8 @@ class Learner:
 
     def load(self, directory: Path) -> None:
         """What `save` wrote, by as many ranks and the same `zero_stage`. Raises LearnerError where it is not there."""
-        path, state = self.engine.load_checkpoint(str(directory), tag=CHECKPOINT)
+        found = (Path(directory) / CHECKPOINT).is_dir()
+        path, state = self.engine.load_checkpoint(str(directory), tag=CHECKPOINT) if found else (None, {})
         if path is None:
             raise LearnerError(f"{directory} holds no checkpoint of a learner with these ranks and this zero_stage")
         self.updates = state["updates"]

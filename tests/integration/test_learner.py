@@ -1,0 +1,369 @@
+"""The learner on tiny models of real architectures: one rank and two, every ZeRO stage, against plain PyTorch."""
+
+import functools
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+os.environ.update(DS_ACCELERATOR="cpu", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1")
+
+from lightning_ray.config import AlgorithmConfig, LearnerConfig
+from lightning_ray.learner.optimizer import learning_rate
+from lightning_ray.trajectory.samples import Sample
+from tests.tiny_models import tiny_model
+
+TEMPERATURE = 0.8
+STEPS = 3
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_rank() -> Iterator[None]:
+    """This process is a group of one rank; each test makes learners of its own in it."""
+    import cpuinfo
+
+    from lightning_ray.learner.engine import join
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # each optimizer asks, and subprocesses answer
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    join(0, 1, ("127.0.0.1", port))
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: tiny_model(root, name) for name in ("qwen3", "llama")}
+
+
+def settings(**fields) -> LearnerConfig:
+    return LearnerConfig(**{"dtype": "float32", "lr": 1e-3, "warmup_steps": 2, "micro_batch_tokens": 128} | fields)
+
+
+def make_samples(seed: int = 0, count: int = 10) -> list[Sample]:
+    """Mixed lengths, several trained spans, two samples of one rollout, stale tokens among fresh ones."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index in range(count):
+        length = int(rng.integers(12, 90))
+        mask = rng.random(length) < 0.4
+        mask[:4] = False
+        mask[-1] |= not mask.any()
+        samples.append(
+            Sample(
+                token_ids=rng.integers(0, 512, length).astype(np.int32),
+                loss_mask=mask,
+                logprobs=np.where(mask, -5.5 + rng.normal(0, 1, length), 0).astype(np.float32),
+                versions=np.where(mask, rng.integers(0, 2, length), -1).astype(np.int32),
+                advantage=float(rng.normal()),
+                rollout=index // 2,
+                weight=1 / (count // 2 * max(1, int(mask.sum()))),
+            )
+        )
+    return samples
+
+
+def make_learner(model: Path, config: LearnerConfig, algorithm: AlgorithmConfig | None = None):
+    from lightning_ray.learner.engine import Learner
+
+    return Learner(model, config, algorithm or AlgorithmConfig(), temperature=TEMPERATURE, total_steps=10)
+
+
+class Plain:
+    """The same learning written out: one sample at a time, whole logits, torch's own AdamW, no DeepSpeed."""
+
+    def __init__(self, model: Path, config: LearnerConfig, algorithm: AlgorithmConfig) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.config, self.algorithm = config, algorithm
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        self.updates = 0
+
+    def logprobs(self, sample: Sample) -> torch.Tensor:
+        logits = self.model(torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0, :-1].float()
+        table = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+        trained = torch.from_numpy(np.flatnonzero(sample.loss_mask))
+        return table[trained - 1, torch.from_numpy(sample.token_ids.astype(np.int64))[trained]]
+
+    def step(self, samples: list[Sample]) -> tuple[float, float]:
+        self.optimizer.zero_grad()
+        total = 0.0
+        for sample in samples:
+            logprobs = self.logprobs(sample)
+            behaviour = torch.from_numpy(sample.logprobs[sample.loss_mask])
+            if self.algorithm.proximal == "recomputed":
+                proximal, weight = logprobs.detach(), torch.exp(logprobs.detach() - behaviour).clamp(max=2.0)
+            else:
+                proximal, weight = behaviour, torch.ones_like(behaviour)
+            ratio = torch.exp(logprobs - proximal)
+            low, high = 1 - self.algorithm.clip_low, 1 + self.algorithm.clip_high
+            surrogate = torch.minimum(ratio * sample.advantage, ratio.clamp(low, high) * sample.advantage)
+            loss = (sample.weight * -weight * surrogate).sum()
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm).item()
+        self.optimizer.param_groups[0]["lr"] = learning_rate(self.updates, self.config, 10)
+        self.optimizer.step()
+        self.updates += 1
+        return total, norm
+
+
+def run(learner, samples: list[Sample]) -> tuple[list[dict], dict]:
+    metrics = [learner.step(samples, version) for version in range(STEPS)]
+    return metrics, learner.weights("float32")
+
+
+def unpack(weights: dict) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.from_numpy(raw.copy()).view(getattr(torch, dtype)).view(shape)
+        for name, (raw, dtype, shape) in weights.items()
+    }
+
+
+# --- one rank ---
+
+
+@pytest.mark.parametrize(
+    ("architecture", "zero_stage"), [("qwen3", 0), ("qwen3", 1), ("qwen3", 2), ("qwen3", 3), ("llama", 2), ("llama", 3)]
+)
+def test_updates_equal_plain_pytorch(models: dict[str, Path], architecture: str, zero_stage: int) -> None:
+    config, algorithm = settings(zero_stage=zero_stage, max_grad_norm=0.05), AlgorithmConfig()
+    samples = make_samples()
+    metrics, weights = run(make_learner(models[architecture], config), samples)
+    plain = Plain(models[architecture], config, algorithm)
+    for measured in metrics:
+        loss, norm = plain.step(samples)
+        assert measured["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        assert measured["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert measured["grad_norm"] > config.max_grad_norm  # clipping was at work
+    wanted = dict(plain.model.named_parameters())
+    got = unpack(weights)
+    assert got.keys() == wanted.keys()
+    for name, tensor in got.items():
+        torch.testing.assert_close(tensor, wanted[name].detach(), rtol=1e-4, atol=2e-5)
+
+
+def test_behaviour_as_the_proximal_policy_equals_plain_pytorch(models: dict[str, Path]) -> None:
+    config, algorithm = settings(), AlgorithmConfig(proximal="behaviour")
+    samples = make_samples()
+    measured = make_learner(models["qwen3"], config, algorithm).step(samples, 0)
+    loss, norm = Plain(models["qwen3"], config, algorithm).step(samples)
+    assert measured["loss"] == pytest.approx(loss, rel=1e-4)
+    assert measured["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert measured["clip_fraction"] > 0.1
+
+
+def test_the_loss_does_not_depend_on_the_packing(models: dict[str, Path]) -> None:
+    samples = make_samples()
+    results = []
+    for layout, budget in (("packed", 10_000), ("packed", 64), ("padded", 300)):
+        learner = make_learner(models["qwen3"], settings(micro_batch_tokens=budget))
+        learner.scorer.layout = layout
+        learner.scorer.policy.set_attn_implementation("lightning_ray_packed" if layout == "packed" else "sdpa")
+        results.append(learner.step(samples, 0))
+    for result in results[1:]:
+        assert result["loss"] == pytest.approx(results[0]["loss"], rel=1e-5)
+        assert result["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=1e-5)
+    assert results[0]["padding_share"] == results[1]["padding_share"] == 0
+    assert results[2]["padding_share"] <= 0.05
+
+
+def test_gradient_checkpointing_changes_nothing(models: dict[str, Path]) -> None:
+    samples = make_samples()
+    for zero_stage in (2, 3):
+        plain, checkpointed = (
+            make_learner(models["qwen3"], settings(zero_stage=zero_stage, gradient_checkpointing=flag)).step(samples, 0)
+            for flag in (False, True)
+        )
+        assert checkpointed["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+        assert checkpointed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+
+
+def test_logprobs_and_gap_are_those_of_the_weights_before_the_step(models: dict[str, Path]) -> None:
+    samples = make_samples()
+    learner = make_learner(models["qwen3"], settings())
+    before = learner.logprobs(samples)
+    plain = Plain(models["qwen3"], settings(), AlgorithmConfig())
+    gaps = []
+    for sample, found in zip(samples, before, strict=True):
+        wanted = plain.logprobs(sample).detach().numpy()
+        np.testing.assert_allclose(found[sample.loss_mask], wanted, rtol=1e-4, atol=1e-5)
+        assert not found[~sample.loss_mask].any()
+        fresh = sample.versions[sample.loss_mask] == 1
+        gaps.append(np.abs(wanted - sample.logprobs[sample.loss_mask])[fresh])
+    gaps = np.concatenate(gaps)
+    metrics = learner.step(samples, version=1)
+    assert metrics["logprob_gap_tokens"] == len(gaps) > 0
+    assert metrics["logprob_gap_mean"] == pytest.approx(gaps.mean(), rel=1e-4)
+    assert metrics["logprob_gap_max"] == pytest.approx(gaps.max(), rel=1e-4)
+    assert metrics["tokens"] == sum(sample.trained for sample in samples)
+
+
+def test_law9_the_same_samples_give_the_same_weights_bit_for_bit(models: dict[str, Path]) -> None:
+    samples = make_samples()
+    first, second = (run(make_learner(models["qwen3"], settings(updates_per_step=2)), samples)[1] for _ in range(2))
+    for name, (raw, _, _) in first.items():
+        assert raw.tobytes() == second[name][0].tobytes(), name
+
+
+def test_several_updates_split_the_rollouts_and_clip_from_where_the_step_began(models: dict[str, Path]) -> None:
+    samples = make_samples()
+    learner = make_learner(models["qwen3"], settings(updates_per_step=5, lr=3e-2, warmup_steps=0))
+    before = learner.logprobs(samples)
+    metrics = learner.step(samples, 0)
+    assert metrics["updates"] == 5 and learner.updates == 5
+    assert metrics["tokens"] == sum(sample.trained for sample in samples)
+    # the weights moved far in the first updates, so that the last ones clip; with one update nothing is clipped
+    assert metrics["clip_fraction"] > 0
+    assert make_learner(models["qwen3"], settings(lr=3e-2)).step(samples, 0)["clip_fraction"] == 0
+    moved = [np.abs(a - b).max() for a, b in zip(before, learner.logprobs(samples), strict=True)]
+    assert max(moved) > 0.1
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_a_loaded_learner_goes_on_as_if_uninterrupted(models: dict[str, Path], tmp_path: Path, zero_stage: int) -> None:
+    config, samples = settings(zero_stage=zero_stage), make_samples()
+    learner = make_learner(models["qwen3"], config)
+    learner.step(samples, 0)
+    learner.save(tmp_path)
+    learner.step(samples, 1)
+    resumed = make_learner(models["qwen3"], config)
+    resumed.load(tmp_path)
+    metrics = resumed.step(samples, 1)
+    assert metrics["lr"] == pytest.approx(learning_rate(1, config, 10))
+    for (name, (raw, _, _)), (other, _, _) in zip(learner.weights().items(), resumed.weights().values(), strict=True):
+        assert raw.tobytes() == other.tobytes(), name
+
+
+def test_loading_from_nowhere_is_an_error(models: dict[str, Path], tmp_path: Path) -> None:
+    from lightning_ray.learner.engine import LearnerError
+
+    with pytest.raises(LearnerError, match="holds no checkpoint"):
+        make_learner(models["qwen3"], settings()).load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_an_export_is_an_ordinary_checkpoint(models: dict[str, Path], tmp_path: Path, zero_stage: int) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for architecture, model in models.items():
+        learner = make_learner(model, settings(zero_stage=zero_stage))
+        learner.step(make_samples(), 0)
+        learner.export(tmp_path / architecture)
+        read = dict(AutoModelForCausalLM.from_pretrained(tmp_path / architecture).named_parameters())
+        for name, tensor in unpack(learner.weights("float32")).items():
+            assert torch.equal(tensor, read[name]), name
+        assert AutoTokenizer.from_pretrained(tmp_path / architecture).chat_template
+        del learner
+
+
+def test_published_weights_leave_out_what_is_tied(models: dict[str, Path]) -> None:
+    assert "lm_head.weight" not in make_learner(models["qwen3"], settings()).weights()
+    weights = make_learner(models["llama"], settings()).weights()
+    assert weights["lm_head.weight"][1:] == ("bfloat16", (512, 64))
+    assert weights["lm_head.weight"][0].nbytes == 512 * 64 * 2
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_bfloat16_weights_with_a_float32_optimizer(models: dict[str, Path], zero_stage: int) -> None:
+    samples = make_samples()
+    config = settings(dtype="bfloat16", zero_stage=zero_stage)
+    learner = make_learner(models["qwen3"], config)
+    metrics, weights = run(learner, samples)
+    assert learner.facts()["dtype"] == "bfloat16"
+    plain = Plain(models["qwen3"], config, AlgorithmConfig())
+    for measured in metrics:
+        loss, norm = plain.step(samples)
+        # weights are rounded to 8 bits after each update: the first step is close, the later ones similar
+        assert measured["loss"] == pytest.approx(loss, rel=0.15, abs=0.01)
+        assert measured["grad_norm"] == pytest.approx(norm, rel=0.05)
+    # updates too small for bfloat16 are not lost: the optimizer's own copy adds them up
+    slow = make_learner(models["qwen3"], settings(dtype="bfloat16", zero_stage=zero_stage, lr=5e-4, warmup_steps=0))
+    slow.step(samples, 0)
+    assert (unpack(slow.weights())["model.norm.weight"] == 1).all()
+    for _ in range(12):
+        slow.step(samples, 0)
+    assert (unpack(slow.weights())["model.norm.weight"] != 1).any()
+    assert weights.keys() == slow.weights().keys()
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(models: dict[str, Path]) -> None:
+    from lightning_ray.learner.engine import LearnerError
+
+    learner = make_learner(models["qwen3"], settings())
+    start = learner.weights("float32")
+    with pytest.raises(LearnerError, match="loss of update 0 is nan"):
+        learner.step([replace(sample, advantage=float("nan")) for sample in make_samples()], 0)
+    for name, (raw, _, _) in learner.weights("float32").items():
+        assert raw.tobytes() == start[name][0].tobytes()
+
+
+def test_nothing_to_learn_from_is_an_error(models: dict[str, Path]) -> None:
+    silent = [replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in make_samples()]
+    with pytest.raises(ValueError, match="none of the 10 samples"):
+        make_learner(models["qwen3"], settings()).step(silent, 0)
+
+
+# --- two ranks, as Ray actors ---
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_two_ranks_equal_one(models: dict[str, Path], tmp_path: Path, zero_stage: int) -> None:
+    from lightning_ray.learner.worker import LearnerWorker
+
+    if not ray.is_initialized():
+        ray.init(num_cpus=2, include_dashboard=False)
+    config = settings(zero_stage=zero_stage, ranks=2, threads=1)
+    samples = make_samples(count=9)  # an uneven share: one rank gets an empty micro-batch sooner or later
+    actors = [
+        LearnerWorker.options(num_cpus=0.1).remote(
+            str(models["llama"]), config, AlgorithmConfig(), TEMPERATURE, rank, 2, 10
+        )
+        for rank in range(2)
+    ]
+
+    def everyone(method: str, *arguments):
+        return ray.get([getattr(actor, method).remote(*arguments) for actor in actors])
+
+    try:
+        facts = everyone("setup", ray.get(actors[0].address.remote()))
+        assert [fact["ranks"] for fact in facts] == [2, 2]
+        reference = make_learner(models["llama"], settings(zero_stage=zero_stage))
+        scores = everyone("logprobs", samples)
+        for mine, theirs, wanted in zip(*scores, reference.logprobs(samples), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+            np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
+        shared = ray.put(samples)
+        for version in range(STEPS):
+            one, two = everyone("step", shared, version)
+            alone = reference.step(samples, version)
+            for name in ("loss", "grad_norm", "entropy_mean", "logprob_gap_mean", "logprob_gap_max", "tokens", "lr"):
+                assert one[name] == two[name], name
+                assert one[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+        published, nothing = everyone("weights", "float32")
+        assert nothing == {}
+        wanted = unpack(reference.weights("float32"))
+        for name, tensor in unpack(published).items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5)
+        everyone("save", str(tmp_path / "checkpoint"))
+        one, _ = everyone("step", shared, STEPS)
+        everyone("load", str(tmp_path / "checkpoint"))
+        again, _ = everyone("step", shared, STEPS)
+        assert again["loss"] == one["loss"] and again["grad_norm"] == one["grad_norm"]
+    finally:
+        for actor in actors:
+            ray.kill(actor)
