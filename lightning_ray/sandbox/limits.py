@@ -21,7 +21,8 @@ from lightning_ray.sandbox.base import Limits, SandboxError
 
 PREFIX = "lightning_ray."
 MARK = "LIGHTNING_RAY_SANDBOX"
-"""Environment variable of the outer bubblewrap process (not seen inside): `owner()` of the process that started it."""
+"""Environment variable of the outer bubblewrap process (not seen inside): `owner()` of the process that started it,
+and more behind a dot."""
 CONTROLLERS = ("memory", "pids", "cpu")
 FILES = {
     ("memory", 1): "memory.limit_in_bytes", ("pids", 1): "pids.max", ("cpu", 1): "cpu.cfs_quota_us",
@@ -222,6 +223,20 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def marked() -> dict[int, str]:
+    """Processes that were started for sandboxes, and the value of their `MARK`."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            for line in (entry / "environ").read_bytes().split(b"\0"):
+                name, _, value = line.partition(b"=")
+                if name == MARK.encode():
+                    found[int(entry.name)] = value.decode("utf-8", "replace")
+    return found
+
+
 def janitor() -> list[str]:
     """Remove what dead runs left on this machine (processes, cgroups, directories) and name each thing removed.
 
@@ -229,18 +244,10 @@ def janitor() -> list[str]:
     What lives, and what is not ours, is not touched.
     """
     removed = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            environment = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        for line in environment:
-            name, _, value = line.partition(b"=")
-            if name == MARK.encode() and not owner_lives(value.decode()):
-                kill(int(entry.name))
-                removed.append(f"process {entry.name} of {value.decode()}")
+    for pid, value in marked().items():
+        if not owner_lives(value.partition(".")[0]):
+            kill(pid)
+            removed.append(f"process {pid} of {value}")
     for parent in {parent for _, parent in places().values()}:
         for directory in parent.glob(f"{PREFIX}*"):
             of = directory.name.removeprefix(PREFIX).partition(".")[0]

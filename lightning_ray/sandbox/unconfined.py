@@ -8,10 +8,8 @@ there is no listener of a rollout's own (`pid` raises).
 """
 
 import asyncio
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -33,6 +31,7 @@ class Unconfined(Commands):
         self._handle = -1
         self._pipes: Pipes | None = None
         self._directory: Path | None = None
+        self._mark = ""
 
     @property
     def pid(self) -> int:
@@ -42,6 +41,7 @@ class Unconfined(Commands):
         if self._directory is not None:
             raise SandboxError("a sandbox is started once")
         self._directory = Path(tempfile.mkdtemp(prefix=f"{limits.PREFIX}{limits.owner()}."))
+        self._mark = self._directory.name.removeprefix(limits.PREFIX)
         self._workspace, self._scratch = str(self._directory / "testbed"), str(self._directory)
         os.mkdir(self._workspace)
         ends = [os.pipe2(os.O_CLOEXEC) for _ in range(4)]
@@ -52,7 +52,7 @@ class Unconfined(Commands):
         self._pipes = Pipes(script, output, status, data, drain, status_in, data_in)
         self._process = subprocess.Popen(
             ["/bin/bash"], stdin=script_in, stdout=output_in, stderr=output_in, pass_fds=(status_in, data_in),
-            cwd=self._workspace, env={**filesystem.environment(self.spec), limits.MARK: limits.owner()},
+            cwd=self._workspace, env={**filesystem.environment(self.spec), limits.MARK: self._mark},
             start_new_session=True,
         )  # fmt: skip
         for descriptor in (script_in, output_in, status_in, data_in):
@@ -70,9 +70,9 @@ class Unconfined(Commands):
         process, self._process = self._process, None
         if process is None:
             return
-        for pid in with_descendants({process.pid}):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        daemons = {pid for pid, mark in limits.marked().items() if mark == self._mark}
+        for pid in with_descendants({process.pid, *daemons}):
+            limits.kill(pid)
         if self._shell is not None:
             self._shell.kill()
         await asyncio.to_thread(process.wait)

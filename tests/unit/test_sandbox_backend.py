@@ -1,5 +1,6 @@
 """The check before a run: what counts as a fault, what the remedy is, and that missing isolation is an error."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -131,11 +132,19 @@ async def test_unconfined_runs_commands_and_gives_patches(tmp_path):
             _ = sandbox.pid
         directory = Path(sandbox._workspace).parent
         assert directory.exists()
-        await sandbox.exec("sleep 777 >/dev/null 2>&1 & ", timeout_s=10)
+        done = await sandbox.exec("(setsid sleep 777 >/dev/null 2>&1 & echo $!)", timeout_s=10)
+        daemon = Path(f"/proc/{int(done.output)}")
+        assert daemon.exists()
     finally:
         await sandbox.stop()
     await sandbox.stop()
     assert not directory.exists() and (workspace / "README.md").exists()
+    for _ in range(100):
+        if not daemon.exists() or ") Z " in (daemon / "stat").read_text():
+            break
+        await asyncio.sleep(0.01)
+    else:
+        raise AssertionError("a daemon outlived its sandbox")
     with pytest.raises(SandboxDied):
         await sandbox.exec("true", timeout_s=1)
 
