@@ -9,6 +9,7 @@ in it have ended.
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import socket
@@ -23,8 +24,10 @@ from typing import Any
 
 from lightning_ray.config import ConfigError
 from lightning_ray.harness import frames
-from lightning_ray.harness.spec import SYSTEM_PATH, HarnessResult
+from lightning_ray.harness.spec import HarnessResult
 from lightning_ray.sandbox.base import ExecResult
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0
 START_ATTEMPTS = 3
@@ -52,7 +55,7 @@ class _Run:
 def worker_environment(home: str) -> dict[str, str]:
     """Everything that a worker process may know: nothing of the user's, and quiet libraries."""
     return {
-        "PATH": SYSTEM_PATH,
+        "PATH": os.defpath,
         "HOME": home,
         "TMPDIR": home,
         "LANG": "C.UTF-8",
@@ -127,6 +130,8 @@ class WorkerProcess:
         return b"".join(self._tail).decode(errors="replace")[-TAIL_BYTES:].strip()
 
     async def run(self, rollout_id: str, request: dict[str, Any], execute: Execute) -> HarnessResult:
+        if self.ended.is_set():
+            raise WorkerDied(f"worker process {self.pid} has ended")
         run = _Run(asyncio.get_running_loop().create_future(), execute)
         self._runs[rollout_id] = run
         try:
@@ -199,6 +204,8 @@ class WorkerProcess:
                     if not run.future.done():
                         run.future.set_result(HarnessResult.from_dict(message))
                     self._end_if_retired()
+        except frames.FrameError as error:
+            log.warning("worker process %d sent something else than messages (%s): it is replaced", self.pid, error)
         finally:
             await self.kill()
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_ray.config import ConfigError, HarnessConfig
-from lightning_ray.sandbox.base import WORKSPACE, Mount
+from lightning_ray.sandbox import filesystem
+from lightning_ray.sandbox.base import WORKSPACE, Mount, SandboxSpec
 from lightning_ray.tasks.base import Task
 
 COMMAND_PORT = 8080
@@ -24,7 +25,6 @@ COMMAND_PORT = 8080
 COMMAND_URL = f"http://127.0.0.1:{COMMAND_PORT}"
 API_KEY = "none"
 """What SDKs get as a key because they want one. The endpoint is the identity; this is no secret."""
-SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 SYSTEM_DIRECTORIES = ("/usr", "/bin", "/lib", "/lib64", "/sbin")
 """Host directories that every sandbox shows read-only."""
 
@@ -185,7 +185,7 @@ def _check_command(config: HarnessConfig) -> None:
         raise ConfigError("harness.command is empty. Give the program and its arguments, as [mini, -t, '{task}']")
     program = config.command[0]
     if "/" not in program:
-        path = config.env.get("PATH", SYSTEM_PATH)
+        path = config.env.get("PATH") or filesystem.environment(SandboxSpec("check", Path("/")))["PATH"]
         places = [f"{directory}/{program}" for directory in path.split(":") if directory]
         found = next((place for place in places if _host_path(config, place) is not None), None)
         if found is None:
@@ -219,7 +219,10 @@ def _host_path(config: HarnessConfig, inside: str, hops: int = 16) -> Path | Non
     """The host's file behind a path of the sandbox, or None where the sandbox does not show it. Every link on the way
     must be visible as well."""
     inside = os.path.normpath(inside)
-    for source, target in config.mounts.items():
+    shown = dict(config.mounts)
+    if filesystem.system_python().startswith(filesystem.INTERPRETER):
+        shown[sys.base_prefix] = filesystem.INTERPRETER
+    for source, target in shown.items():
         root = target.rstrip("/")
         if inside == root or inside.startswith(f"{root}/"):
             host = Path(source).expanduser() / inside[len(root):].lstrip("/")

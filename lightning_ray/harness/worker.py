@@ -15,7 +15,6 @@ When the connection ends, for whatever reason, the process ends at once.
 import importlib
 import os
 import queue
-import shutil
 import socket
 import sys
 import threading
@@ -171,7 +170,6 @@ def main(descriptor: int, entry: str) -> None:
         worker.serve()
     except (OSError, frames.FrameError):
         traceback.print_exc()
-    shutil.rmtree(os.environ["HOME"], ignore_errors=True)  # made by the pool for this process alone
     sys.stderr.flush()
     os._exit(0)  # threads that wait for a model would hold the interpreter back
 
