@@ -42,10 +42,7 @@ class LearnerWorker:
 
     def address(self) -> tuple[str, int]:
         """Host and a free port of this rank's node, for the ranks to meet (asked of rank 0)."""
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return host, probe.getsockname()[1]
+        return free_address()
 
     def setup(self, master: tuple[str, int]) -> dict[str, Any]:
         """Join the other ranks at `master` and load the model. Returns facts about what was built.
@@ -53,7 +50,7 @@ class LearnerWorker:
         Raises `UnsupportedModel` and `OptimizerUnavailable`, whose messages say what to do.
         """
         on_gpu = bool(ray.get_gpu_ids())
-        _prepare_process(self._rank, self._ranks, threads=self._config.threads, on_gpu=on_gpu)
+        prepare_process(self._rank, self._ranks, threads=self._config.threads, on_gpu=on_gpu)
         import torch
 
         from lightning_ray.learner.engine import Learner, join
@@ -82,7 +79,14 @@ class LearnerWorker:
         self._learner.export(Path(directory))
 
 
-def _prepare_process(rank: int, ranks: int, *, threads: int, on_gpu: bool) -> None:
+def free_address() -> tuple[str, int]:
+    """Host and a free port of this node."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+
+def prepare_process(rank: int, ranks: int, *, threads: int, on_gpu: bool) -> None:
     """Environment that torch, OpenMP, DeepSpeed and transformers read when they are imported."""
     os.environ.update(
         RANK=str(rank),

@@ -182,6 +182,27 @@ def test_the_loss_does_not_depend_on_the_packing(models: dict[str, Path]) -> Non
     assert results[2]["padding_share"] <= 0.05
 
 
+def test_a_model_with_recurrent_layers_is_padded_and_equals_plain_pytorch(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 32, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    linear = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "initializer_range": 0.1}
+    AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**shape, **heads, **linear)).save_pretrained(tmp_path)
+    samples = make_samples()
+    learner = make_learner(tmp_path, settings(micro_batch_tokens=512))
+    assert learner.facts()["layout"] == "padded"
+    metrics, weights = run(learner, samples)
+    plain = Plain(tmp_path, settings(), AlgorithmConfig())
+    for measured in metrics:
+        loss, norm = plain.step(samples)
+        assert measured["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        assert measured["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        assert measured["padding_share"] <= 0.05
+    assert unpack(weights).keys() == dict(plain.model.named_parameters()).keys()
+
+
 def test_gradient_checkpointing_changes_nothing(models: dict[str, Path]) -> None:
     samples = make_samples()
     for zero_stage in (2, 3):
@@ -318,52 +339,94 @@ def test_nothing_to_learn_from_is_an_error(models: dict[str, Path]) -> None:
         make_learner(models["qwen3"], settings()).step(silent, 0)
 
 
-# --- two ranks, as Ray actors ---
+# --- processes of their own ---
+
+
+@ray.remote
+class Rank:
+    """One rank that makes several learners one after the other, since starting a process takes longest."""
+
+    def __init__(self, rank: int) -> None:
+        from lightning_ray.learner.worker import prepare_process
+
+        prepare_process(rank, 2, threads=1, on_gpu=False)
+        self.rank = rank
+
+    def join(self, address: tuple[str, int]) -> None:
+        from lightning_ray.learner.engine import join
+
+        join(self.rank, 2, address)
+
+    def make(self, model: Path, config: LearnerConfig) -> None:
+        self.learner = make_learner(model, config)
+
+    def call(self, method: str, *arguments):
+        return getattr(self.learner, method)(*arguments)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[list]:
+    from lightning_ray.learner.worker import free_address
+
+    if not ray.is_initialized():
+        ray.init(num_cpus=2, include_dashboard=False)
+    actors = [Rank.options(num_cpus=0.1).remote(rank) for rank in range(2)]
+    address = free_address()
+    ray.get([actor.join.remote(address) for actor in actors])
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_two_ranks_equal_one(models: dict[str, Path], tmp_path: Path, zero_stage: int) -> None:
+def test_two_ranks_equal_one(models: dict[str, Path], tmp_path: Path, two_ranks: list, zero_stage: int) -> None:
+    config = settings(zero_stage=zero_stage, ranks=2, threads=1)
+    samples = make_samples(count=9)  # an uneven share: one rank takes part with an empty micro-batch
+
+    def everyone(method: str, *arguments):
+        return ray.get([actor.call.remote(method, *arguments) for actor in two_ranks])
+
+    ray.get([actor.make.remote(models["llama"], config) for actor in two_ranks])
+    reference = make_learner(models["llama"], settings(zero_stage=zero_stage))
+    scores = everyone("logprobs", samples)
+    for mine, theirs, wanted in zip(*scores, reference.logprobs(samples), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
+    shared = ray.put(samples)
+    for version in range(STEPS):
+        one, two = everyone("step", shared, version)
+        alone = reference.step(samples, version)
+        for name in ("loss", "grad_norm", "entropy_mean", "logprob_gap_mean", "logprob_gap_max", "tokens", "lr"):
+            assert one[name] == two[name], name
+            assert one[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+    published, nothing = everyone("weights", "float32")
+    assert nothing == {}
+    wanted = unpack(reference.weights("float32"))
+    for name, tensor in unpack(published).items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5)
+    everyone("save", tmp_path)
+    one, _ = everyone("step", shared, STEPS)
+    everyone("load", tmp_path)
+    again, _ = everyone("step", shared, STEPS)
+    assert again["loss"] == one["loss"] and again["grad_norm"] == one["grad_norm"]
+
+
+def test_the_actor_is_a_learner_in_a_process_of_its_own(models: dict[str, Path]) -> None:
     from lightning_ray.learner.worker import LearnerWorker
 
     if not ray.is_initialized():
         ray.init(num_cpus=2, include_dashboard=False)
-    config = settings(zero_stage=zero_stage, ranks=2, threads=1)
-    samples = make_samples(count=9)  # an uneven share: one rank gets an empty micro-batch sooner or later
-    actors = [
-        LearnerWorker.options(num_cpus=0.1).remote(
-            str(models["llama"]), config, AlgorithmConfig(), TEMPERATURE, rank, 2, 10
-        )
-        for rank in range(2)
-    ]
-
-    def everyone(method: str, *arguments):
-        return ray.get([getattr(actor, method).remote(*arguments) for actor in actors])
-
+    config, samples = settings(threads=1), make_samples()
+    actor = LearnerWorker.options(num_cpus=0.1).remote(
+        str(models["qwen3"]), config, AlgorithmConfig(), TEMPERATURE, 0, 1, 10
+    )
     try:
-        facts = everyone("setup", ray.get(actors[0].address.remote()))
-        assert [fact["ranks"] for fact in facts] == [2, 2]
-        reference = make_learner(models["llama"], settings(zero_stage=zero_stage))
-        scores = everyone("logprobs", samples)
-        for mine, theirs, wanted in zip(*scores, reference.logprobs(samples), strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-            np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
-        shared = ray.put(samples)
-        for version in range(STEPS):
-            one, two = everyone("step", shared, version)
-            alone = reference.step(samples, version)
-            for name in ("loss", "grad_norm", "entropy_mean", "logprob_gap_mean", "logprob_gap_max", "tokens", "lr"):
-                assert one[name] == two[name], name
-                assert one[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
-        published, nothing = everyone("weights", "float32")
-        assert nothing == {}
-        wanted = unpack(reference.weights("float32"))
-        for name, tensor in unpack(published).items():
-            torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5)
-        everyone("save", str(tmp_path / "checkpoint"))
-        one, _ = everyone("step", shared, STEPS)
-        everyone("load", str(tmp_path / "checkpoint"))
-        again, _ = everyone("step", shared, STEPS)
-        assert again["loss"] == one["loss"] and again["grad_norm"] == one["grad_norm"]
+        facts = ray.get(actor.setup.remote(ray.get(actor.address.remote())))
+        assert facts["parameters"] > 90_000 and facts["layout"] == "packed" and facts["ranks"] == 1
+        learner = make_learner(models["qwen3"], config)
+        measured, wanted = ray.get(actor.step.remote(samples, 1)), learner.step(samples, 1)
+        assert measured["loss"] == wanted["loss"] and measured["grad_norm"] == wanted["grad_norm"]
+        for name, (raw, _, _) in ray.get(actor.weights.remote()).items():
+            assert raw.tobytes() == learner.weights()[name][0].tobytes()
     finally:
-        for actor in actors:
-            ray.kill(actor)
+        ray.kill(actor)
