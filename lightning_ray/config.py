@@ -221,14 +221,25 @@ class LearnerConfig(Part):
 
 class AlgorithmConfig(Part):
     advantage: AdvantageName = "grpo"
-    loss: Literal["ppo_clip"] = "ppo_clip"
+    loss: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = "ppo_clip"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.28, gt=0)
+    """Ratios stay within [1 - clip_low, 1 + clip_high]. `gspo` wants bounds around 0.0003."""
     normalise: Literal["rollout", "token", "sample"] = "rollout"
     proximal: Literal["recomputed", "behaviour"] = "recomputed"
     """The policy that clipping measures from: the learner's own before the step, or the one that sampled."""
     tis_cap: float | None = Field(default=2.0, ge=1)
     """Truncated importance sampling of the proximal policy against the behaviour log-probs; null turns it off."""
+    mis_cap: float | None = Field(default=None, gt=1)
+    """Masked importance sampling instead: tokens whose weight is outside [1 / mis_cap, mis_cap] do not train."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL penalty to the policy that the run began with; above 0 that policy is kept in memory."""
+
+    @model_validator(mode="after")
+    def one_correction(self) -> Self:
+        if self.tis_cap is not None and self.mis_cap is not None:
+            raise ValueError("give at most one of algorithm.tis_cap and algorithm.mis_cap (set the other one to null)")
+        return self
 
 
 class ScheduleConfig(Part):

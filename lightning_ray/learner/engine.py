@@ -26,7 +26,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from lightning_ray.config import AlgorithmConfig, LearnerConfig
 from lightning_ray.learner.batch import MicroBatch, build, plan, read_length, split_updates, update_scale
-from lightning_ray.learner.losses import Tokens, policy_loss
+from lightning_ray.learner.losses import TokenLoss, Tokens, policy_loss
 from lightning_ray.learner.model import load_scorer, native_dtype
 from lightning_ray.learner.optimizer import learning_rate, make_optimizer
 from lightning_ray.trajectory.samples import Sample
@@ -79,6 +79,10 @@ class Learner:
             self.model_dir, dtype=self.dtype, gradient_checkpointing=config.gradient_checkpointing
         )
         del partitioned
+        self.reference = None
+        if algorithm.kl_coef > 0:  # whole on each rank
+            self.reference = load_scorer(self.model_dir, dtype=self.dtype, gradient_checkpointing=False)
+            self.reference.eval().requires_grad_(False).to("cuda" if on_gpu else "cpu")
         parameters = [p for p in self.scorer.parameters() if p.requires_grad]
         optimizer = make_optimizer(parameters, config, on_gpu=on_gpu)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -105,12 +109,12 @@ class Learner:
 
     # --- learning ---
 
-    def step(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
+    def step(self, samples: Sequence[Sample], version: int) -> dict[str, float | None]:
         """Learn from all samples of one step, each once, in `updates_per_step` updates.
 
-        `version` is the policy version of the weights before the step: over tokens that it sampled, the metrics
-        compare the learner's log-probs with the recorded ones. Raises ValueError where no token is trained, and
-        LearnerError where the loss or the gradient is not finite.
+        `version` is the policy version of the weights before the step: over tokens that it sampled (and the first
+        update trains), the metrics compare the learner's log-probs with the recorded ones. Raises ValueError where
+        no token is trained, and LearnerError where the loss or the gradient is not finite.
         """
         started = time.perf_counter()
         lengths = [read_length(sample) for sample in samples]
@@ -154,7 +158,7 @@ class Learner:
                 self.engine.backward(loss * self.ranks)
             loss_sum += loss.item()
             if batch.samples:
-                totals.add(batch, version, logprobs.detach(), entropy, result.clipped)
+                totals.add(batch, version, logprobs.detach(), entropy, result)
         mine = torch.tensor([loss_sum], dtype=torch.float64, device=self.engine.device)
         dist.all_reduce(mine)
         if not math.isfinite(mine.item()):
@@ -173,7 +177,12 @@ class Learner:
             proximal = behaviour
         else:
             proximal = logprobs.detach() if known is None else self._tensor(known)
-        return Tokens(logprobs, behaviour, proximal, self._tensor(batch.advantages), self._tensor(batch.segments))
+        reference = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference, _ = self.reference(batch, self.temperature)
+        advantages, segments = self._tensor(batch.advantages), self._tensor(batch.segments)
+        return Tokens(logprobs, behaviour, proximal, advantages, segments, reference)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.engine.device)
@@ -250,7 +259,8 @@ class _Totals:
     """Sums over tokens and updates of one step, reduced over ranks at the end."""
 
     def __init__(self) -> None:
-        self.sums = dict.fromkeys(("tokens", "clipped", "entropy", "gap", "gap_tokens", "read", "area"), 0.0)
+        names = ("tokens", "clipped", "capped", "kl", "entropy", "gap", "gap_tokens", "read", "area")
+        self.sums = dict.fromkeys(names, 0.0)
         self.gap_max = 0.0
         self.seconds = dict.fromkeys(("forward_s", "backward_s", "optimizer_s"), 0.0)
         self.per_update = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0}
@@ -263,11 +273,15 @@ class _Totals:
         for name, value in values.items():
             self.per_update[name] += value
 
-    def add(self, batch: MicroBatch, version: int | None, logprobs: Tensor, entropy: Tensor, clipped: Tensor) -> None:
+    def add(
+        self, batch: MicroBatch, version: int | None, logprobs: Tensor, entropy: Tensor, result: TokenLoss
+    ) -> None:
         gaps = np.abs(logprobs.cpu().numpy() - batch.behaviour)[batch.versions == version]
         for name, value in (
             ("tokens", len(batch.targets)),
-            ("clipped", clipped.sum().item()),
+            ("clipped", result.clipped.sum().item()),
+            ("capped", result.capped.sum().item()),
+            ("kl", result.kl.double().sum().item()),
             ("entropy", entropy.double().sum().item()),
             ("gap", gaps.sum(dtype=np.float64)),
             ("gap_tokens", len(gaps)),
@@ -277,7 +291,8 @@ class _Totals:
             self.sums[name] += float(value)
         self.gap_max = max(self.gap_max, float(gaps.max(initial=0.0)))
 
-    def reduced(self) -> dict[str, float]:
+    def reduced(self) -> dict[str, float | None]:
+        """The log-prob gap is None where no token was sampled by the learner's own version."""
         sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
         gap_max = torch.tensor([self.gap_max], dtype=torch.float64)
         if torch.cuda.is_available():
@@ -285,12 +300,14 @@ class _Totals:
         dist.all_reduce(sums)
         dist.all_reduce(gap_max, op=dist.ReduceOp.MAX)
         total = dict(zip(self.sums, sums.tolist(), strict=True))
-        gap_mean = total["gap"] / total["gap_tokens"] if total["gap_tokens"] else 0.0
+        fresh = total["gap_tokens"] > 0
         return self.per_update | self.seconds | {
             "clip_fraction": total["clipped"] / total["tokens"],
+            "capped_fraction": total["capped"] / total["tokens"],
             "entropy_mean": total["entropy"] / total["tokens"],
-            "logprob_gap_mean": gap_mean,
-            "logprob_gap_max": gap_max.item(),
+            "kl_mean": total["kl"] / total["tokens"],
+            "logprob_gap_mean": total["gap"] / total["gap_tokens"] if fresh else None,
+            "logprob_gap_max": gap_max.item() if fresh else None,
             "logprob_gap_tokens": total["gap_tokens"],
             "tokens": total["tokens"],
             "tokens_read": total["read"],

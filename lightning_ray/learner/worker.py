@@ -60,7 +60,7 @@ class LearnerWorker:
         self._learner = Learner(*self._arguments, **self._keywords)
         return self._learner.facts()
 
-    def step(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
+    def step(self, samples: Sequence[Sample], version: int) -> dict[str, float | None]:
         return self._learner.step(samples, version)
 
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:

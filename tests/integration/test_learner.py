@@ -234,6 +234,22 @@ def test_logprobs_and_gap_are_those_of_the_weights_before_the_step(models: dict[
     assert metrics["tokens"] == sum(sample.trained for sample in samples)
 
 
+def test_a_kl_penalty_holds_the_policy_near_its_start(models: dict[str, Path]) -> None:
+    samples = make_samples()
+    kl = {}
+    for coef in (1e-9, 2.0):
+        learner = make_learner(models["qwen3"], settings(warmup_steps=0), AlgorithmConfig(kl_coef=coef))
+        measured = [learner.step(samples, version)["kl_mean"] for version in range(6)]
+        assert measured[0] == pytest.approx(0, abs=1e-9)  # the policy is still the reference
+        kl[coef] = measured[-1]
+    assert 0 < kl[2.0] < kl[1e-9] / 2
+
+
+def test_without_fresh_tokens_no_gap_is_reported(models: dict[str, Path]) -> None:
+    metrics = make_learner(models["qwen3"], settings()).step(make_samples(), version=7)
+    assert metrics["logprob_gap_mean"] is None and metrics["logprob_gap_max"] is None
+
+
 def test_law9_the_same_samples_give_the_same_weights_bit_for_bit(models: dict[str, Path]) -> None:
     samples = make_samples()
     first, second = (run(make_learner(models["qwen3"], settings(updates_per_step=2)), samples)[1] for _ in range(2))

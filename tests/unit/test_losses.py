@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ray.config import AlgorithmConfig
-from lightning_ray.learner.losses import Tokens, importance_weight, policy_loss
+from lightning_ray.learner.losses import LOSSES, Tokens, importance_weight, k3, policy_loss
 
 LOW, HIGH, CAP = 0.2, 0.28, 2.0
 
@@ -21,50 +21,105 @@ def tokens(n: int, seed: int = 0, proximal: str = "recomputed", spread: float = 
 
     behaviour = -torch.rand(n, generator=generator, dtype=torch.float64) * 4 - 0.1
     prox = behaviour.clone() if proximal == "behaviour" else behaviour + noise()
-    segments = torch.arange(n) * 3 // n
-    advantages = torch.tensor([1.3, -0.7, 0.4], dtype=torch.float64)[segments]
-    return Tokens((prox + noise()).requires_grad_(), behaviour, prox, advantages, segments)
+    segments = torch.arange(n) * 8 // n
+    advantages = torch.tensor([1.3, -0.7, 0.4, 1.1, -1.2, -0.3, 0.9, -0.8], dtype=torch.float64)[segments]
+    drift = 0.5 * spread * torch.tensor([1, -1, 0.1, -1, 1, -0.1, 1, -1], dtype=torch.float64)[segments]
+    return Tokens((prox + noise() + drift).requires_grad_(), behaviour, prox, advantages, segments, prox + noise())
+
+
+def with_logprobs(t: Tokens, logprobs: torch.Tensor) -> Tokens:
+    return Tokens(logprobs, t.behaviour, t.proximal, t.advantages, t.segments, t.reference)
+
+
+def config(**fields) -> AlgorithmConfig:
+    return AlgorithmConfig(**{"clip_low": LOW, "clip_high": HIGH, "tis_cap": CAP} | fields)
+
+
+def surrogate(ratio: float, advantage: float) -> tuple[float, bool]:
+    clipped = min(max(ratio, 1 - LOW), 1 + HIGH) * advantage
+    return -min(ratio * advantage, clipped), clipped < ratio * advantage
 
 
 def loop_ppo_clip(t: Tokens, i: int) -> tuple[float, bool]:
+    return surrogate(math.exp(t.logprobs[i].item() - t.proximal[i].item()), t.advantages[i].item())
+
+
+def loop_gspo(t: Tokens, i: int) -> tuple[float, bool]:
+    own = [j for j in range(len(t.segments)) if t.segments[j] == t.segments[i]]
+    mean = sum(t.logprobs[j].item() - t.proximal[j].item() for j in own) / len(own)
+    return surrogate(math.exp(mean), t.advantages[i].item())
+
+
+def loop_cispo(t: Tokens, i: int) -> tuple[float, bool]:
     ratio = math.exp(t.logprobs[i].item() - t.proximal[i].item())
-    advantage = t.advantages[i].item()
-    unclipped = ratio * advantage
-    clipped = min(max(ratio, 1 - LOW), 1 + HIGH) * advantage
-    return -min(unclipped, clipped), clipped < unclipped
+    bounded = min(max(ratio, 1 - LOW), 1 + HIGH)
+    return -bounded * t.advantages[i].item() * t.logprobs[i].item(), bounded != ratio
 
 
-REFERENCES = {"ppo_clip": loop_ppo_clip}
+def loop_reinforce(t: Tokens, i: int) -> tuple[float, bool]:
+    return -t.advantages[i].item() * t.logprobs[i].item(), False
+
+
+REFERENCES = {"ppo_clip": loop_ppo_clip, "gspo": loop_gspo, "cispo": loop_cispo, "reinforce": loop_reinforce}
+
+
+def test_every_loss_has_a_reference() -> None:
+    assert REFERENCES.keys() == LOSSES.keys()
 
 
 @pytest.mark.parametrize("proximal", ["recomputed", "behaviour"])
 @pytest.mark.parametrize("name", REFERENCES)
 def test_loss_equals_the_loop_over_tokens(name: str, proximal: str) -> None:
-    t = tokens(60, proximal=proximal)
-    result = policy_loss(t, AlgorithmConfig(loss=name, clip_low=LOW, clip_high=HIGH, tis_cap=CAP))
-    for i in range(60):
+    t = tokens(80, proximal=proximal)
+    result = policy_loss(t, config(loss=name))
+    for i in range(80):
         loss, clipped = REFERENCES[name](t, i)
         weight = min(math.exp(t.proximal[i].item() - t.behaviour[i].item()), CAP)
         assert result.loss[i].item() == pytest.approx(weight * loss, rel=1e-9, abs=1e-12)
         assert bool(result.clipped[i]) == clipped
-    assert result.clipped.any() and not result.clipped.all()
+    assert name == "reinforce" or (result.clipped.any() and not result.clipped.all())
 
 
+# `cispo` holds its ratio fixed by definition: its gradient is tested below
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 @pytest.mark.parametrize("proximal", ["recomputed", "behaviour"])
-@pytest.mark.parametrize("name", REFERENCES)
-def test_gradient_equals_finite_differences(name: str, proximal: str) -> None:
+@pytest.mark.parametrize("name", ["ppo_clip", "reinforce"])
+def test_gradient_equals_finite_differences(name: str, proximal: str, kl_coef: float) -> None:
     t = tokens(24, seed=1, proximal=proximal)
-    config = AlgorithmConfig(loss=name, clip_low=LOW, clip_high=HIGH, tis_cap=CAP)
-
-    def loss(logprobs: torch.Tensor) -> torch.Tensor:
-        return policy_loss(Tokens(logprobs, t.behaviour, t.proximal, t.advantages, t.segments), config).loss
-
-    assert torch.autograd.gradcheck(loss, (t.logprobs,), eps=1e-7, atol=1e-5)
+    settings = config(loss=name, kl_coef=kl_coef)
+    assert torch.autograd.gradcheck(
+        lambda logprobs: policy_loss(with_logprobs(t, logprobs), settings).loss, (t.logprobs,), eps=1e-7, atol=1e-5
+    )
 
 
-def test_a_clipped_token_has_no_gradient() -> None:
+def test_gspo_has_the_gradient_of_its_sequence_objective_by_finite_differences() -> None:
+    t = tokens(24, seed=1)
+    (gradient,) = torch.autograd.grad(policy_loss(t, config(loss="gspo", tis_cap=None)).loss.sum(), t.logprobs)
+
+    def objective(logprobs: torch.Tensor) -> float:
+        """Eq. 5: sum over sequences; a sequence counts once for each of its tokens, as in the sum over tokens."""
+        return sum(loop_gspo(with_logprobs(t, logprobs), i)[0] for i in range(24))
+
+    for i in range(24):
+        step = torch.zeros(24, dtype=torch.float64)
+        step[i] = 1e-6
+        slope = (objective(t.logprobs.detach() + step) - objective(t.logprobs.detach() - step)) / 2e-6
+        assert gradient[i].item() == pytest.approx(slope, rel=1e-4, abs=1e-7)
+
+
+def test_cispo_gives_every_token_its_bounded_policy_gradient() -> None:
     t = tokens(60)
-    result = policy_loss(t, AlgorithmConfig(clip_low=LOW, clip_high=HIGH))
+    result = policy_loss(t, config(loss="cispo", tis_cap=None))
+    (gradient,) = torch.autograd.grad(result.loss.sum(), t.logprobs)
+    ratio = torch.exp(t.logprobs.detach() - t.proximal)
+    torch.testing.assert_close(gradient, -ratio.clamp(1 - LOW, 1 + HIGH) * t.advantages)
+    assert (gradient[result.clipped] != 0).all()
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
+def test_a_clipped_token_has_no_gradient(name: str) -> None:
+    t = tokens(60)
+    result = policy_loss(t, config(loss=name))
     (gradient,) = torch.autograd.grad(result.loss.sum(), t.logprobs)
     assert (gradient[result.clipped] == 0).all()
     assert (gradient[~result.clipped] != 0).all()
@@ -75,30 +130,66 @@ def test_clipping_bounds_only_the_side_that_the_advantage_pushes_to() -> None:
     logprobs = torch.log(torch.tensor([1.5, 0.5, 1.5, 0.5], dtype=torch.float64))
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     t = Tokens(logprobs, behaviour, behaviour, advantages, torch.arange(4))
-    result = policy_loss(t, AlgorithmConfig(clip_low=0.2, clip_high=0.28))
+    result = policy_loss(t, config())
     assert result.clipped.tolist() == [True, False, False, True]
     assert result.loss.tolist() == pytest.approx([-1.28, -0.5, 1.5, 0.8])
 
 
-@given(st.integers(0, 1000), st.one_of(st.none(), st.floats(1.0, 5.0)))
-def test_behaviour_as_the_proximal_policy_is_never_corrected_twice(seed: int, cap: float | None) -> None:
+CAPS = st.one_of(
+    st.fixed_dictionaries({}),
+    st.fixed_dictionaries({"tis_cap": st.floats(1.0, 5.0)}),
+    st.fixed_dictionaries({"mis_cap": st.floats(1.01, 5.0)}),
+)
+
+
+@given(st.integers(0, 1000), CAPS)
+def test_behaviour_as_the_proximal_policy_is_never_corrected_twice(seed: int, caps: dict[str, float]) -> None:
     t = tokens(12, seed=seed, proximal="behaviour", spread=2.0)
-    assert (importance_weight(t.proximal, t.behaviour, tis_cap=cap) == 1).all()
+    weight, capped = importance_weight(t.proximal, t.behaviour, **caps)
+    assert (weight == 1).all() and not capped.any()
 
 
 @given(st.integers(0, 1000), st.floats(1.0, 5.0))
-def test_importance_weight_is_bounded_and_has_no_gradient(seed: int, cap: float) -> None:
+def test_a_truncated_weight_is_bounded_and_has_no_gradient(seed: int, cap: float) -> None:
     t = tokens(12, seed=seed, spread=2.0)
-    weight = importance_weight(t.logprobs, t.behaviour, tis_cap=cap)
-    assert ((weight >= 0) & (weight <= cap)).all()
+    weight, capped = importance_weight(t.logprobs, t.behaviour, tis_cap=cap)
+    exact = torch.exp(t.logprobs.detach() - t.behaviour)
     assert not weight.requires_grad
+    assert (weight[capped] == cap).all() and (exact[capped] > cap).all()
+    assert (weight[~capped] == exact[~capped]).all()
+
+
+@given(st.integers(0, 1000), st.floats(1.01, 5.0))
+def test_a_masked_token_does_not_train(seed: int, cap: float) -> None:
+    t = tokens(12, seed=seed, spread=2.0)
+    result = policy_loss(t, config(tis_cap=None, mis_cap=cap))
+    weight = torch.exp(t.proximal - t.behaviour)
+    assert (result.capped == ((weight < 1 / cap) | (weight > cap))).all()
+    assert (result.loss[result.capped] == 0).all()
 
 
 def test_at_the_first_update_the_gradient_is_the_truncated_policy_gradient() -> None:
     t = tokens(24, seed=3, spread=1.0)
     fresh = Tokens(t.logprobs, t.behaviour, t.logprobs.detach(), t.advantages, t.segments)
-    result = policy_loss(fresh, AlgorithmConfig(tis_cap=CAP))
-    (gradient,) = torch.autograd.grad(result.loss.sum(), t.logprobs)
     weight = torch.exp(t.logprobs.detach() - t.behaviour).clamp(max=CAP)
-    torch.testing.assert_close(gradient, -weight * t.advantages)
-    assert not result.clipped.any()
+    for name in LOSSES:
+        result = policy_loss(fresh, config(loss=name))
+        (gradient,) = torch.autograd.grad(result.loss.sum(), t.logprobs)
+        torch.testing.assert_close(gradient, -weight * t.advantages)
+        assert not result.clipped.any()
+
+
+@given(st.floats(-20, 0), st.floats(-20, 0))
+def test_k3_is_a_divergence(logprob: float, reference: float) -> None:
+    value = k3(torch.tensor(logprob, dtype=torch.float64), torch.tensor(reference, dtype=torch.float64)).item()
+    ratio = math.exp(reference - logprob)
+    assert value >= 0
+    assert value == pytest.approx(ratio - math.log(ratio) - 1, rel=1e-9, abs=1e-9)
+
+
+def test_the_kl_penalty_is_added_whatever_the_importance_weight() -> None:
+    t = tokens(30)
+    plain, penalised = (policy_loss(t, config(kl_coef=coef)) for coef in (0.0, 0.5))
+    torch.testing.assert_close(penalised.loss - plain.loss, 0.5 * k3(t.logprobs, t.reference))
+    torch.testing.assert_close(penalised.kl, k3(t.logprobs, t.reference).detach())
+    assert not plain.kl.any()
