@@ -8,9 +8,10 @@ that Ray gave the actor; several ranks are Ray actors of vLLM's in the bundles o
 import os
 import tempfile
 import warnings
+from dataclasses import fields
 from typing import Any
 
-from lightning_ray.config import GeneratorConfig, PolicyConfig
+from lightning_ray.config import ConfigError, GeneratorConfig, PolicyConfig
 from lightning_ray.generator.request import GenerateRequest
 
 FIRST_AND_LAST = 1 << 30
@@ -18,13 +19,15 @@ FIRST_AND_LAST = 1 << 30
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_LOGS": "-all",
-    "PYTHONWARNINGS": "ignore",
+    "PYTHONWARNINGS": "ignore", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-"""Quiet unless something is wrong. A variable that is set already stays as it is."""
+"""Quiet unless something is wrong. The last one keeps vLLM from replacing "uni" by "mp" on the CPU; `AsyncLLM` has a
+process of its own either way. A variable that is set already stays as it is."""
 
 
 def start_engine(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, seed: int) -> Any:
-    """A running `AsyncLLM`. Raises what vLLM raises when it cannot start (no such model, no memory, ...).
+    """A running `AsyncLLM`. Raises `ConfigError` for engine arguments that do not exist, else what vLLM raises when it
+    cannot start (no such model, no memory, ...).
 
     vLLM and torch read their environment when they are imported, so this must be the first to import them.
     """
@@ -37,10 +40,11 @@ def start_engine(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from vllm.v1.engine.async_llm import AsyncLLM
-    return AsyncLLM.from_engine_args(_arguments(model_dir, config, policy, seed))
+    return AsyncLLM.from_engine_args(engine_arguments(model_dir, config, policy, seed))
 
 
-def _arguments(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, seed: int) -> Any:
+def engine_arguments(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, seed: int) -> Any:
+    """vLLM's `AsyncEngineArgs`; what `generator.extra` gives wins."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.platforms import current_platform
@@ -57,12 +61,13 @@ def _arguments(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, se
     }
     if current_platform.is_cpu():
         settings["kv_cache_memory_bytes"] = config.kv_cache_gib << 30
-        if config.tensor_parallel == 1:
-            # vLLM replaces "uni" by "mp" on the CPU unless this is off; `AsyncLLM` has its own process either way.
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            settings["distributed_executor_backend"] = "uni"
+        settings["distributed_executor_backend"] = "uni" if config.tensor_parallel == 1 else "mp"
     elif config.tensor_parallel > 1:
         settings["distributed_executor_backend"] = "ray"
+    unknown = set(config.extra) - {field.name for field in fields(AsyncEngineArgs)}
+    if unknown:
+        raise ConfigError(f"generator.extra: vLLM has no engine argument {', '.join(sorted(unknown))}. See `vllm serve "
+                          "--help`, with underscores for dashes")
     return AsyncEngineArgs(**{**settings, **config.extra})
 
 

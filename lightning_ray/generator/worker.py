@@ -30,6 +30,7 @@ from lightning_ray.config import GeneratorConfig, PolicyConfig
 from lightning_ray.generator.engine import sampled_logprobs, sampling_params, start_engine
 from lightning_ray.generator.request import GenerateRequest, Generation, Progress, versions_of
 
+NOT_STARTED = "the generator has not been started: call ready() first"
 ENGINE_STOP_S = 1.0
 """How long the engine's process may take to end by itself."""
 
@@ -105,6 +106,8 @@ class GeneratorWorker:
     @ray.method(concurrency_group="generate")
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample up to `request.max_tokens` tokens after the prompt."""
+        if not self._facts:
+            raise RuntimeError(NOT_STARTED)
         if request.request_id in self._flights:
             raise ValueError(f"request id {request.request_id!r} is in flight already")
         progress = Progress(request, self._facts["max_model_len"])
@@ -265,7 +268,7 @@ class GeneratorWorker:
     async def _on_engine_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:
             call.close()
-            raise RuntimeError("the generator has not been started: call ready() first")
+            raise RuntimeError(NOT_STARTED)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
 

@@ -7,7 +7,10 @@ import pytest
 import ray
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm.sampling_params import StructuredOutputsParams
 
+from lightning_ray.config import ConfigError, GeneratorConfig, PolicyConfig
+from lightning_ray.generator.engine import engine_arguments
 from lightning_ray.generator.worker import PublishFailed
 
 pytestmark = pytest.mark.timeout(300)
@@ -86,6 +89,22 @@ def in_flight(generator) -> int:
     return ray.get(generator.health.remote())["in_flight"]
 
 
+def arguments(tmp_path, **settings):
+    return engine_arguments(str(tmp_path), GeneratorConfig(**settings), PolicyConfig(path=tmp_path, max_context=777), 5)
+
+
+def test_settings_reach_the_engine(tmp_path):
+    made = arguments(tmp_path, dtype="float32", max_num_seqs=9, extra={"block_size": 32, "enable_prefix_caching": False})
+    assert (made.dtype, made.max_num_seqs, made.max_model_len, made.seed, made.block_size) == ("float32", 9, 777, 5, 32)
+    assert made.logprobs_mode == "processed_logprobs", "behaviour log-probs are those of the sampling distribution"
+    assert made.enable_prefix_caching is False, "what is given in extra wins"
+
+
+def test_an_unknown_engine_argument_is_bad_input(tmp_path):
+    with pytest.raises(ConfigError, match=r"generator\.extra: vLLM has no engine argument max_num_sequences"):
+        arguments(tmp_path, extra={"max_num_sequences": 3})
+
+
 def test_the_facts_say_what_was_started(generator):
     facts = ray.get(generator.ready.remote())
     assert facts["max_model_len"] == 1024 and facts["vocabulary"] == 512
@@ -124,6 +143,14 @@ def test_stop_strings_end_a_generation(known, generator, request_for, tiny_model
     answer = ray.get(generator.generate.remote(request_for(PROMPT, 12, 0.0, stop=[stop])))
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
     assert answer.token_ids.tolist() == greedy[:len(answer.token_ids)] and len(answer.token_ids) <= at + 1
+
+
+def test_a_constraint_holds(generator, request_for):
+    choice = StructuredOutputsParams(choice=["yes, 1 + 1 = 2", "no"])
+    answers = ray.get([generator.generate.remote(request_for(
+        PROMPT, 40, ignore_eos=False, params={"structured_outputs": choice})) for _ in range(4)])
+    assert {answer.finish_reason for answer in answers} == {"stop"}
+    assert all(2 <= len(answer.token_ids) <= 16 and np.isfinite(answer.logprobs).all() for answer in answers)
 
 
 def test_the_context_ends_a_generation(generator, request_for):
