@@ -94,7 +94,8 @@ def arguments(tmp_path, **settings):
 
 
 def test_settings_reach_the_engine(tmp_path):
-    made = arguments(tmp_path, dtype="float32", max_num_seqs=9, extra={"block_size": 32, "enable_prefix_caching": False})
+    extra = {"block_size": 32, "enable_prefix_caching": False}
+    made = arguments(tmp_path, dtype="float32", max_num_seqs=9, extra=extra)
     assert (made.dtype, made.max_num_seqs, made.max_model_len, made.seed, made.block_size) == ("float32", 9, 777, 5, 32)
     assert made.logprobs_mode == "processed_logprobs", "behaviour log-probs are those of the sampling distribution"
     assert made.enable_prefix_caching is False, "what is given in extra wins"
