@@ -1,7 +1,13 @@
-"""The proxy as a Ray actor: a thin shell around `ProxyServer`."""
+"""The proxy as a Ray actor: a thin shell around `ProxyServer`.
 
-import logging
+The actor restarts when its process dies, and Ray sends calls to it again. The new process starts itself at once,
+without waiting for a call, and goes on with the rollouts of its journal directory; nobody but the harnesses' SDKs,
+which ask again, notices. vLLM is imported in `start`, so that a handle costs its holder nothing.
+"""
+
+import os
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -9,7 +15,7 @@ from lightning_ray.config import PolicyConfig, ProxyConfig
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
 from lightning_ray.trajectory.call import Call
 
-logger = logging.getLogger(__name__)
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
@@ -19,35 +25,78 @@ class Proxy:
     def __init__(
         self, config: ProxyConfig, policy: PolicyConfig, model_dir: str, generators: list, journal_dir: str
     ) -> None:
+        """`journal_dir` is this proxy's own; another proxy needs another one."""
         self.config = config
         self.policy = policy
         self.model_dir = Path(model_dir)
         self.generators = generators
         self.journal_dir = Path(journal_dir)
-        self.server = None
+        self.server: Any = None
+        self.starting: Any = None
+        here = ray.get_runtime_context()
+        if here.was_current_actor_reconstructed:
+            here.current_actor.start.remote()
 
     async def start(self) -> tuple[str, int]:
         """Load the tokenizer and listen: (host, port). ConfigError for a bad model, OSError for a taken port."""
-        if self.server is None:
-            from lightning_ray.proxy.codec import Codec
-            from lightning_ray.proxy.engine import Engine, RayGenerator
-            from lightning_ray.proxy.server import ProxyServer
+        return (await self._started()).address
 
-            codec = Codec(self.model_dir, self.policy)
-            engine = Engine([RayGenerator(handle) for handle in self.generators])
-            server = ProxyServer(codec, engine, self.config, self.policy.name)
-            await server.start()
-            self.server = server
-        return self.server.address
+    async def _started(self) -> Any:
+        import asyncio
+
+        if self.server is None:
+            if self.starting is None:
+                self.starting = asyncio.ensure_future(self._start())
+            try:
+                await asyncio.shield(self.starting)
+            finally:
+                if self.starting.done():
+                    self.starting = None
+        return self.server
+
+    async def _start(self) -> None:
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        from lightning_ray.proxy.codec import Codec
+        from lightning_ray.proxy.engine import Engine, RayGenerator
+        from lightning_ray.proxy.rollouts import ProxyServer
+
+        codec = Codec(self.model_dir, self.policy)
+        engine = Engine([RayGenerator(handle) for handle in self.generators])
+        server = ProxyServer(codec, engine, self.config, self.policy.name, self.journal_dir)
+        await server.start()
+        self.server = server
 
     async def open(self, rollout: OpenRollout) -> Endpoint:
         """Make an endpoint for a rollout."""
-        return self.server.open(rollout)
+        return (await self._started()).open(rollout)
 
     async def listen(self, rollout_id: str, pid: int, port: int) -> None:
         """Serve the rollout on 127.0.0.1:port inside the network namespace of process `pid` on this node."""
-        await self.server.listen(rollout_id, pid, port)
+        await (await self._started()).listen(rollout_id, pid, port)
 
     async def finish(self, rollout_id: str) -> list[Call]:
         """Revoke the endpoint, cancel what is in flight, return all recorded calls."""
-        return await self.server.finish(rollout_id)
+        return await (await self._started()).finish(rollout_id)
+
+    async def status(self, rollout_id: str) -> dict[str, int | str | None]:
+        """`calls`, `tokens` (sampled) and `limit` (which one ended the rollout, or None)."""
+        return (await self._started()).status(rollout_id)
+
+    async def use(self, generators: list) -> None:
+        """Other generators from now on (some died and were replaced)."""
+        from lightning_ray.proxy.engine import RayGenerator
+
+        server = await self._started()
+        self.generators = generators
+        server.engine.replace([RayGenerator(handle) for handle in generators])
+
+    async def pid(self) -> int:
+        """The process that the actor runs in."""
+        return os.getpid()
+
+    async def stop(self) -> None:
+        """Finish everything and leave nothing behind: call it before the actor is killed for good."""
+        if self.server is not None:
+            await self.server.stop()
+            self.server = None

@@ -8,23 +8,23 @@ aborted; what it sampled is recorded and masked as `cancelled`.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from hashlib import blake2b
 
+import numpy as np
 from vllm.exceptions import VLLMValidationError
 
 from lightning_ray.generator.request import GenerateRequest, Generation
 from lightning_ray.proxy.codec import Codec
 from lightning_ray.proxy.continuation import Prompt, build_prompt
+from lightning_ray.proxy.conversation import system_prompt
 from lightning_ray.proxy.dialect import Asked
-from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.proxy.engine import Engine
 from lightning_ray.proxy.errors import BadRequest, ContextLength, ProxyError, RolloutEnded
 from lightning_ray.proxy.gate import Gate
 from lightning_ray.proxy.raw_prompt import build_raw_prompt
-from lightning_ray.proxy.reading import read
+from lightning_ray.proxy.reading import Request, read
 from lightning_ray.proxy.sampling import Sampling, call_seed, choose, clamp
-from lightning_ray.proxy.session import Choice, Exchange, LimitReached, Session
+from lightning_ray.proxy.session import Choice, Exchange, LimitReached, Sampled, Session
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +38,24 @@ class Capture:
     """A running rollout."""
 
     def __init__(
-        self, opened: OpenRollout, codec: Codec, engine: Engine, *, most_running: int, retry_grace_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, session: Session, codec: Codec, engine: Engine, *, most_running: int, retry_grace_s: float, began: float,
+        life: str,
     ) -> None:
-        self.session = Session(opened)
+        """`began` is the wall-clock time (seconds since the epoch) at which the rollout began; `life` tells request
+        ids of this process from those of one that died."""
+        self.session = session
         self.gate = Gate(most_running)
         self.codec = codec
         self.engine = engine
         self.retry_grace_s = retry_grace_s
-        self.clock = clock
-        self.began = clock()
+        self.life = life
+        self.began = time.monotonic() - (time.time() - began)
         self.tasks: dict[int, asyncio.Task] = {}
         self.requests: dict[int, list[str]] = {}
 
     def now(self) -> float:
         """Seconds since the rollout began."""
-        return self.clock() - self.began
+        return time.monotonic() - self.began
 
     def begin(self, asked: Asked, body: bytes, dialect: str, *, retried: bool) -> tuple[Exchange, asyncio.Task]:
         """The exchange that answers a request, and the task that ends when it is answered.
@@ -68,7 +70,12 @@ class Capture:
             raise RolloutEnded(f"This rollout has ended: {limit}.") from None
         if new:
             self.tasks[exchange.ordinal] = asyncio.create_task(self._answer(exchange, asked, len(body), dialect))
-        return exchange, self.tasks[exchange.ordinal]
+        return exchange, self.tasks.get(exchange.ordinal) or self._already_answered(exchange)
+
+    def _already_answered(self, exchange: Exchange) -> asyncio.Task:
+        """For an answer that an earlier process of this proxy recorded."""
+        self.tasks[exchange.ordinal] = asyncio.create_task(asyncio.sleep(0))
+        return self.tasks[exchange.ordinal]
 
     def arrive(self, exchange: Exchange) -> None:
         exchange.waiting += 1
@@ -76,14 +83,15 @@ class Capture:
     def leave(self, exchange: Exchange, *, delivered: bool) -> None:
         """A connection no longer waits: it has the whole answer, or it is gone."""
         exchange.waiting -= 1
-        exchange.delivered = exchange.delivered or delivered
+        if delivered:
+            self.session.deliver(exchange)
         if not exchange.delivered and not exchange.waiting and not self.gate.closed:
             asyncio.get_running_loop().call_later(self.retry_grace_s, self._abandoned, exchange)
 
     def _abandoned(self, exchange: Exchange) -> None:
         task = self.tasks.get(exchange.ordinal)
         if not exchange.waiting and not exchange.delivered and task is not None and not task.done():
-            exchange.failed = True
+            self.session.fail(exchange, counts=exchange.ordinal in self.requests)
             self._abort(exchange.ordinal, task)
 
     def _abort(self, ordinal: int, task: asyncio.Task) -> None:
@@ -112,10 +120,10 @@ class Capture:
             async with self.gate.turn():
                 await self._ask(exchange, asked, body_bytes, dialect)
         except (ProxyError, asyncio.CancelledError):
-            self.session.fail(exchange)
+            self.session.fail(exchange, counts=bool(exchange.choices))
             raise
         except Exception as error:
-            self.session.fail(exchange)
+            self.session.fail(exchange, counts=bool(exchange.choices))
             logger.exception("rollout %s: a request could not be served", self.session.opened.rollout_id)
             raise ProxyError("The proxy failed on this request.") from error
         finally:
@@ -127,7 +135,6 @@ class Capture:
         opened = self.session.opened
         prompts = await self._prompts(asked, body_bytes)
         prompt_ids = [self._ids(prompt) for prompt in prompts]
-        exchange.prompt_tokens = sum(map(len, prompt_ids))
         longest = max(map(len, prompt_ids))
         if longest >= self.codec.max_context:
             raise ContextLength(self.codec.max_context, longest)
@@ -138,7 +145,7 @@ class Capture:
             self.session.history.add_prompt(prompt.chain)
         requests = [
             GenerateRequest(
-                request_id=f"{opened.rollout_id}/{exchange.ordinal}/{number}/{index}", prompt_ids=ids,
+                request_id=self.request_id(self.life, exchange, number * asked.n + index), prompt_ids=ids,
                 max_tokens=clamp(sampling, opened, len(ids), self.codec.max_context, self.session.tokens_sampled),
                 temperature=sampling.temperature, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids,
                 seed=call_seed(opened, exchange.key, exchange.repeat, number * asked.n + index), params=sampling.params,
@@ -152,15 +159,19 @@ class Capture:
         for number, result in enumerate(results):
             if isinstance(result, Generation):
                 at = number // asked.n
-                exchange.choices.append(self._record(
+                self.session.record(self._sampled(
                     exchange, asked, prompts[at], prompt_ids[at], result, sampling, dialect, adjusted,
-                    masked="constrained" if constraint is not None else None,
+                    masked="constrained" if constraint is not None else None, prompt_tokens=sum(map(len, prompt_ids)),
                 ))
         for result in results:
             if isinstance(result, ValueError):
                 raise BadRequest(f"The engine refused the request: {result}")
             if isinstance(result, BaseException):
                 raise result
+
+    def request_id(self, life: str, exchange: Exchange, number: int) -> str:
+        """The engine's name for one choice of an exchange."""
+        return f"{self.session.opened.rollout_id}/{life}/{exchange.ordinal}/{number}"
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.session.prompt_ids(prompt.continues.call if prompt.continues else None, prompt.new_ids).tolist()
@@ -184,23 +195,25 @@ class Capture:
             for prompt in asked.prompts
         ]
 
-    def _record(
+    def _sampled(
         self, exchange: Exchange, asked: Asked, prompt: Prompt, prompt_ids: list[int], generation: Generation,
-        sampling: Sampling, dialect: str, adjusted, *, masked: str | None,
-    ) -> Choice:
+        sampling: Sampling, dialect: str, adjusted: Request, *, masked: str | None, prompt_tokens: int,
+    ) -> Sampled:
         reading = read(self.codec, adjusted, prompt_ids, generation)
         answer = reading.answer
         named = getattr(asked.request, "tool_choice", None) not in (None, "none", "auto", "required")
         finish = "length" if generation.finish_reason == "abort" else generation.finish_reason
         finish = "tool_calls" if answer.tool_calls and not named else finish
         choice = Choice(
-            answer=answer, finish_reason=finish, stop_reason=generation.stop_reason, token_ids=generation.token_ids,
-            logprobs=generation.logprobs,
+            answer=answer, finish_reason=finish, stop_reason=generation.stop_reason,
+            token_ids=np.asarray(generation.token_ids, np.int32), logprobs=np.asarray(generation.logprobs, np.float32),
         )
-        self.session.record(
-            exchange, prompt, asked.messages, choice, versions=generation.versions,
-            engine_finish=generation.finish_reason, sampled_text=reading.sampled_text, end=reading.end, dialect=dialect,
-            masked="cancelled" if generation.finish_reason == "abort" else masked,
-            overridden=sampling.overridden, now_s=self.now(),
+        return Sampled(
+            ordinal=exchange.ordinal, parent=prompt.continues.call if prompt.continues else None,
+            new_ids=np.asarray(prompt.new_ids, np.int32), choice=choice,
+            versions=np.asarray(generation.versions, np.int32), finish_reason=generation.finish_reason, dialect=dialect,
+            relation=prompt.relation, masked="cancelled" if generation.finish_reason == "abort" else masked,
+            system=system_prompt(asked.messages), text=reading.sampled_text, end=reading.end, added=prompt.added,
+            overridden=sampling.overridden, finished_s=self.now(), prompt_tokens=prompt_tokens, chain=prompt.chain,
+            text_length=prompt.text_length, text_digest=prompt.text_digest, raw=prompt.raw,
         )
-        return choice

@@ -8,6 +8,7 @@ until it (or another) answers: the harness waits, it never sees an error.
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_ray.generator.request import GenerateRequest, Generation
@@ -56,44 +57,62 @@ class RayGenerator:
             logger.info("abort of %s: its generator is gone", request_id)
 
 
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A generator and how many calls it has."""
+
+    generator: Generator
+    load: int = 0
+
+
 class Engine:
-    """The pool. `load` counts the calls that each generator has."""
+    """The pool."""
 
     def __init__(self, generators: Sequence[Generator]) -> None:
         if not generators:
             raise ValueError("a proxy needs at least one generator")
-        self.generators = list(generators)
-        self.load = [0] * len(self.generators)
-        self.home: dict[str, int] = {}
-        self.running: dict[str, int] = {}
+        self.seats = [Seat(generator) for generator in generators]
+        self.home: dict[str, Seat] = {}
+        self.running: dict[str, Seat] = {}
 
-    def choose(self, rollout_id: str) -> int:
-        least = min(range(len(self.load)), key=self.load.__getitem__)
+    def choose(self, rollout_id: str) -> Seat:
+        least = min(self.seats, key=lambda seat: seat.load)
         home = self.home.get(rollout_id)
-        if home is None or self.load[home] > 2 * self.load[least] + SLACK:
+        if home is None or home.load > 2 * least.load + SLACK:
             home = self.home[rollout_id] = least
         return home
 
     async def generate(self, rollout_id: str, request: GenerateRequest) -> Generation:
         """Sample. Waits out generators that are gone; raises only what the caller's cancellation raises."""
         while True:
-            index = self.choose(rollout_id)
-            self.load[index] += 1
-            self.running[request.request_id] = index
+            seat = self.choose(rollout_id)
+            seat.load += 1
+            self.running[request.request_id] = seat
             try:
-                return await self.generators[index].generate(request)
+                return await seat.generator.generate(request)
             except GeneratorDied as error:
-                logger.warning("generator %d is gone, %s will be sent again: %s", index, request.request_id, error)
+                logger.warning("a generator is gone, %s will be sent again: %s", request.request_id, error)
                 self.home.pop(rollout_id, None)
             finally:
-                self.load[index] -= 1
+                seat.load -= 1
                 self.running.pop(request.request_id, None)
             await asyncio.sleep(RETRY_S)
 
     async def abort(self, request_id: str) -> None:
-        index = self.running.get(request_id)
-        if index is not None:
-            await self.generators[index].abort(request_id)
+        seat = self.running.get(request_id)
+        if seat is not None:
+            await seat.generator.abort(request_id)
+
+    def abort_anywhere(self, request_id: str) -> None:
+        """Abort a generation that an earlier process of this proxy began, wherever it runs. Does not wait."""
+        for seat in self.seats:
+            task = asyncio.ensure_future(seat.generator.abort(request_id))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def replace(self, generators: Sequence[Generator]) -> None:
+        """Other generators from now on. Calls that wait for a dead one are sent to these."""
+        self.seats = [Seat(generator) for generator in generators]
+        self.home.clear()
 
     def forget(self, rollout_id: str) -> None:
         self.home.pop(rollout_id, None)

@@ -44,6 +44,8 @@ class Answered:
 class History:
     """All answered calls of one rollout."""
 
+    answered: dict[int, Answered] = field(default_factory=dict)
+    """By index of the call."""
     ends: dict[bytes, list[Answered]] = field(default_factory=dict)
     """Digest of a conversation with its answer -> the calls that ended so."""
     known: dict[bytes, int] = field(default_factory=dict)
@@ -62,8 +64,19 @@ class History:
             self.known[digest] = max(length, self.known.get(digest, 0))
         self.prompts.add(chain[-1])
 
+    def add_child(self, parent: int | None) -> None:
+        """A call goes on from `parent`."""
+        if parent is not None:
+            self.answered[parent].children += 1
+
+    def add_raw(self, answered: Answered) -> None:
+        """An answer to a prompt that was no conversation."""
+        self.answered[answered.call] = answered
+        self.raw.append(answered)
+
     def add_answer(self, digest: bytes, chain: Sequence[bytes], answered: Answered) -> None:
         """An answer was given; `digest` names its conversation with the answer appended."""
+        self.answered[answered.call] = answered
         self.ends.setdefault(digest, []).append(answered)
         for known in (*chain[1:], digest):
             self.known[known] = max(answered.messages, self.known.get(known, 0))

@@ -7,21 +7,23 @@ a digest of their body. The same body again is
   exchange's answer, or where the SDK says that it retries (`x-stainless-retry-count`);
 - otherwise a request of its own: two deliberately identical prompts are two calls.
 
-Every answer that the engine gave is recorded, also where the harness went away; what nobody received is masked as
-`cancelled`. Prompts are kept as "the call continued, and the new tokens", so that a long conversation costs its
-length once; `calls` gives them whole.
+Every answer that the engine gave is recorded, also where the harness went away. What nobody received and nothing went
+on from is masked as `cancelled`. Prompts are kept as "the call continued, and the new tokens", so that a long
+conversation costs its length once; `calls` gives them whole.
+
+Everything that changes a session goes through `log` as a plain tuple before the harness can see its effect, and
+`replay` makes the same session from those tuples again.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from lightning_ray.proxy.codec import Answer
-from lightning_ray.proxy.continuation import Prompt
-from lightning_ray.proxy.conversation import digest, message_parts, system_prompt
+from lightning_ray.proxy.conversation import digest, message_parts
 from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.proxy.history import Answered, History
 from lightning_ray.trajectory.call import Call
@@ -39,8 +41,10 @@ class Choice:
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
     stop_reason: str | int | None
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+    token_ids: np.ndarray
+    """int32 [S]."""
+    logprobs: np.ndarray
+    """float32 [S]."""
 
 
 @dataclass(slots=True)
@@ -67,15 +71,17 @@ class Exchange:
         return f"{prefix}{self.key.hex()}{self.ordinal:x}"
 
 
-@dataclass(slots=True)
-class Record:
-    """One call as it is kept. See `Call` for what the fields mean."""
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One answered call as it is kept, and all that later prompts need of it. See `Call` for most fields."""
 
-    exchange: Exchange
+    ordinal: int
+    """Of its exchange."""
     parent: int | None
     new_ids: np.ndarray
-    sampled_ids: np.ndarray
-    logprobs: np.ndarray
+    """int32: the tokens of the prompt after those of the parent and its answer."""
+    choice: Choice
+    """Its token ids and log-probs are int32 and float32 arrays."""
     versions: np.ndarray
     finish_reason: str
     dialect: str
@@ -83,11 +89,23 @@ class Record:
     masked: str | None
     system: str
     text: str
+    """All sampled tokens as text, special tokens included."""
+    end: str
+    """Text of the end token that was sampled last, or empty."""
     added: list[dict[str, Any]]
-    """The messages that the continued call did not have."""
-    answer: Answer
+    """The messages that the parent did not have."""
     overridden: dict[str, Any]
     finished_s: float
+    prompt_tokens: int
+    """Of all prompts of the exchange."""
+    chain: list[bytes]
+    text_length: int
+    text_digest: bytes
+    raw: bool
+
+
+def keep_nothing(*entry: Any) -> None:
+    """A `log` that forgets."""
 
 
 @dataclass(slots=True)
@@ -95,10 +113,11 @@ class Session:
     """Everything that is known of one rollout."""
 
     opened: OpenRollout
+    log: Callable[..., None] = keep_nothing
     history: History = field(default_factory=History)
-    records: list[Record] = field(default_factory=list)
-    exchanges: dict[bytes, list[Exchange]] = field(default_factory=dict)
-    begun: int = 0
+    records: list[Sampled] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    by_key: dict[bytes, list[Exchange]] = field(default_factory=dict)
     calls_begun: int = 0
     tokens_sampled: int = 0
     limit: str | None = None
@@ -109,19 +128,23 @@ class Session:
 
         Raises `LimitReached` where a new one would exceed the rollout's limits.
         """
-        same = self.exchanges.setdefault(key, [])
-        alive = [one for one in same if not one.failed]
+        alive = [one for one in self.by_key.get(key, ()) if not one.failed]
         for one in reversed(alive):
             if not one.delivered and not one.waiting:
                 return one, False
         if retried and alive:
             return alive[-1], False
         self._check_limits(calls)
-        exchange = Exchange(key, ordinal=self.begun, repeat=len(same), calls=calls, started_s=now_s)
+        self.log("begin", key, calls, now_s)
+        return self._begin(key, calls, now_s), True
+
+    def _begin(self, key: bytes, calls: int, now_s: float) -> Exchange:
+        same = self.by_key.setdefault(key, [])
+        exchange = Exchange(key, ordinal=len(self.exchanges), repeat=len(same), calls=calls, started_s=now_s)
         same.append(exchange)
-        self.begun += 1
+        self.exchanges.append(exchange)
         self.calls_begun += calls
-        return exchange, True
+        return exchange
 
     def _check_limits(self, calls: int) -> None:
         opened = self.opened
@@ -132,74 +155,104 @@ class Session:
         if self.limit:
             raise LimitReached(self.limit)
 
-    def fail(self, exchange: Exchange) -> None:
-        """The request was refused before anything was sampled: it counts for nothing."""
+    def fail(self, exchange: Exchange, *, counts: bool) -> None:
+        """The exchange has no answer to give. `counts`: it used up calls all the same, because tokens were sampled."""
+        if not exchange.failed:
+            self.log("fail", exchange.ordinal, counts)
+            self._fail(exchange, counts)
+
+    def _fail(self, exchange: Exchange, counts: bool) -> None:
         exchange.failed = True
-        self.calls_begun -= exchange.calls
+        if not counts:
+            self.calls_begun -= exchange.calls
+
+    def deliver(self, exchange: Exchange) -> None:
+        """Somebody received the whole answer."""
+        if not exchange.delivered:
+            self.log("deliver", exchange.ordinal)
+            exchange.delivered = True
+
+    def record(self, sampled: Sampled) -> int:
+        """Keep one answered call and let later prompts find it. Returns its index."""
+        self.log("record", sampled)
+        return self._record(sampled)
+
+    def _record(self, sampled: Sampled) -> int:
+        index = len(self.records)
+        choice = sampled.choice
+        exchange = self.exchanges[sampled.ordinal]
+        exchange.choices.append(choice)
+        exchange.prompt_tokens = sampled.prompt_tokens
+        self.records.append(sampled)
+        self.tokens_sampled += len(choice.token_ids)
+        self.history.add_child(sampled.parent)
+        self.history.add_prompt(sampled.chain)
+        if sampled.finish_reason not in ("stop", "length"):
+            return index
+        answered = Answered(
+            call=index, messages=len(sampled.chain), prompt_length=sampled.text_length,
+            prompt_digest=sampled.text_digest, sampled_text=sampled.text, end=sampled.end,
+            stopped_by_text=isinstance(choice.stop_reason, str), answer=choice.answer,
+        )
+        if sampled.raw:
+            self.history.add_raw(answered)
+        else:
+            name = digest([sampled.chain[-1], *message_parts(choice.answer.message())])
+            self.history.add_answer(name, sampled.chain, answered)
+        return index
+
+    def replay(self, entries: Iterable[tuple]) -> None:
+        """Do again what `log` was told. What had begun and was not wholly answered is left as failed."""
+        for kind, *fields in entries:
+            if kind == "begin":
+                self._begin(*fields)
+            elif kind == "record":
+                self._record(*fields)
+            elif kind == "fail":
+                self._fail(self.exchanges[fields[0]], fields[1])
+            elif kind == "deliver":
+                self.exchanges[fields[0]].delivered = True
+        for exchange in self.unanswered():
+            self._fail(exchange, counts=bool(exchange.choices))
+
+    def unanswered(self) -> list[Exchange]:
+        """Exchanges that have begun and are neither answered nor failed."""
+        return [one for one in self.exchanges if not one.failed and len(one.choices) < one.calls]
 
     def prompt_ids(self, continues: int | None, new_ids: Sequence[int]) -> np.ndarray:
         """int32 [P]: a whole prompt, from the call that it continues and its new tokens."""
         parts = [np.asarray(new_ids, np.int32)]
         while continues is not None:
             record = self.records[continues]
-            parts += [record.sampled_ids, record.new_ids]
+            parts += [record.choice.token_ids, record.new_ids]
             continues = record.parent
         return np.concatenate(parts[::-1])
-
-    def record(
-        self, exchange: Exchange, prompt: Prompt, messages: Sequence[dict[str, Any]], choice: Choice, *,
-        versions: np.ndarray, engine_finish: str, sampled_text: str, end: str, dialect: str, masked: str | None,
-        overridden: dict[str, Any], now_s: float,
-    ) -> int:
-        """Keep one answered call and let later prompts find it. Returns its index."""
-        index = len(self.records)
-        parent = prompt.continues
-        self.records.append(Record(
-            exchange=exchange, parent=parent.call if parent else None, new_ids=np.asarray(prompt.new_ids, np.int32),
-            sampled_ids=np.asarray(choice.token_ids, np.int32), logprobs=np.asarray(choice.logprobs, np.float32),
-            versions=np.asarray(versions, np.int32), finish_reason=engine_finish, dialect=dialect,
-            relation=prompt.relation, masked=masked, system=system_prompt(messages), text=sampled_text,
-            added=prompt.added, answer=choice.answer, overridden=overridden, finished_s=now_s,
-        ))
-        self.tokens_sampled += len(choice.token_ids)
-        if parent is not None:
-            parent.children += 1
-        if engine_finish not in ("stop", "length"):
-            return index
-        answered = Answered(
-            call=index, messages=len(prompt.chain), prompt_length=prompt.text_length, prompt_digest=prompt.text_digest,
-            sampled_text=sampled_text, end=end, stopped_by_text=isinstance(choice.stop_reason, str),
-            answer=choice.answer,
-        )
-        if prompt.raw:
-            self.history.raw.append(answered)
-        else:
-            name = digest([prompt.chain[-1], *message_parts(choice.answer.message())])
-            self.history.add_answer(name, prompt.chain, answered)
-        return index
 
     def conversation(self, response: str) -> list[dict[str, Any]] | None:
         """The messages of an earlier exchange, its answer included, by the name of its response (`resp_...`)."""
         for record in reversed(self.records):
-            if record.exchange.name("resp_") == response:
+            if self.exchanges[record.ordinal].name("resp_") == response:
                 turns: list[list[dict[str, Any]]] = []
-                at: Record | None = record
+                at: Sampled | None = record
                 while at is not None:
-                    turns.append([*at.added, at.answer.message()])
+                    turns.append([*at.added, at.choice.answer.message()])
                     at = self.records[at.parent] if at.parent is not None else None
                 return [message for turn in reversed(turns) for message in turn]
         return None
 
     def calls(self) -> list[Call]:
         """All recorded calls, in the order in which their answers were recorded."""
-        return [
-            Call(
-                index=index, prompt_ids=self.prompt_ids(record.parent, record.new_ids), sampled_ids=record.sampled_ids,
-                logprobs=record.logprobs, versions=record.versions, finish_reason=record.finish_reason,
-                dialect=record.dialect, parent=record.parent, relation=record.relation,
-                masked=record.masked or (None if record.exchange.delivered else "cancelled"),
+        seen = {record.parent for record in self.records}
+        calls = []
+        for index, record in enumerate(self.records):
+            exchange = self.exchanges[record.ordinal]
+            received = exchange.delivered or index in seen
+            calls.append(Call(
+                index=index, prompt_ids=self.prompt_ids(record.parent, record.new_ids),
+                sampled_ids=record.choice.token_ids, logprobs=record.choice.logprobs, versions=record.versions,
+                finish_reason=record.finish_reason, dialect=record.dialect, parent=record.parent,
+                relation=record.relation, masked=record.masked or (None if received else "cancelled"),
                 system=record.system, text=record.text, messages=json.dumps(record.added, ensure_ascii=False),
-                overridden=record.overridden, started_s=record.exchange.started_s, finished_s=record.finished_s,
-            )
-            for index, record in enumerate(self.records)
-        ]
+                overridden=record.overridden, started_s=exchange.started_s, finished_s=record.finished_s,
+            ))
+        return calls

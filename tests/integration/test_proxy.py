@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -65,6 +66,7 @@ def proxy(cluster, model, tmp_path_factory):
     actor = Proxy.remote(ProxyConfig(), policy, str(model), [generator], str(tmp_path_factory.mktemp("journal")))
     assert ray.get(actor.start.remote())[1] > 0
     yield actor
+    ray.get(actor.stop.remote())
     ray.kill(actor)
     ray.kill(generator)
 
@@ -79,6 +81,23 @@ async def test_law4_a_generator_that_dies_is_waited_for(proxy):
     with pytest.raises(openai.NotFoundError):
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Go"}])
     await client.close()
+
+
+async def test_law8_the_proxy_is_killed_and_the_harness_goes_on(proxy):
+    """Kill the actor's process in the middle of a conversation: the client's own retry is all it takes."""
+    endpoint = await proxy.open.remote(opened("killed"))
+    client = openai.AsyncOpenAI(base_url=endpoint.base_url + "/v1", api_key="x", max_retries=2, timeout=120)
+    messages = [{"role": "user", "content": "Go"}]
+    one = await client.chat.completions.create(model="policy", messages=messages)
+    os.kill(await proxy.pid.remote(), signal.SIGKILL)
+    messages += [{"role": "assistant", "content": one.choices[0].message.content}, {"role": "user", "content": "On"}]
+    two = await client.chat.completions.create(model="policy", messages=messages)
+    assert two.choices[0].message.content == "The same words."
+    await client.close()
+    calls = await proxy.finish.remote("killed")
+    assert [(call.relation, call.parent, call.masked) for call in calls] == [
+        ("new_conversation", None, None), ("continued", 0, None),
+    ]
 
 
 INSIDE = """

@@ -23,7 +23,7 @@ from lightning_ray.generator.request import GenerateRequest, Generation
 from lightning_ray.proxy.codec import Codec
 from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.proxy.engine import Engine
-from lightning_ray.proxy.server import ProxyServer
+from lightning_ray.proxy.rollouts import ProxyServer
 
 CHATML = """\
 {%- for message in messages -%}

@@ -18,7 +18,7 @@ from lightning_ray.generator.request import Generation
 from lightning_ray.proxy.codec import Answer
 from lightning_ray.proxy.continuation import Prompt, build_prompt
 from lightning_ray.proxy.reading import read
-from lightning_ray.proxy.session import Choice, Session
+from lightning_ray.proxy.session import Choice, Sampled, Session
 from lightning_ray.proxy.special import unmark
 from lightning_ray.trajectory.branches import branches, parents
 from tests.unit.proxy_parts import BASH, FAMILIES, codec_of, rollout, tool_call
@@ -45,7 +45,6 @@ class Rollout:
     def ask(self, messages, sampled: list[int], finish: str = "stop", stop_reason=None) -> tuple[Prompt, Answer]:
         request = self.request(messages)
         prompt = build_prompt(request, list(request.messages), self.session.history, self.codec)
-        self.session.history.add_prompt(prompt.chain)
         ids = self.session.prompt_ids(prompt.continues.call if prompt.continues else None, prompt.new_ids).tolist()
         size = len(sampled)
         generation = Generation(
@@ -54,12 +53,15 @@ class Rollout:
         reading = read(self.codec, self.codec.adjust(request, free=True), ids, generation)
         exchange, _ = self.session.admit(bytes([1]) + str(len(self.session.records)).encode(), calls=1, retried=False,
                                          now_s=0.0)
-        exchange.delivered = True
-        choice = Choice(reading.answer, finish, stop_reason, sampled, [0.0] * size)
-        self.session.record(
-            exchange, prompt, list(request.messages), choice, versions=generation.versions, engine_finish=finish,
-            sampled_text=reading.sampled_text, end=reading.end, dialect="chat", masked=None, overridden={}, now_s=0.0,
-        )
+        self.session.deliver(exchange)
+        self.session.record(Sampled(
+            ordinal=exchange.ordinal, parent=prompt.continues.call if prompt.continues else None,
+            new_ids=np.asarray(prompt.new_ids, np.int32), versions=generation.versions, finish_reason=finish,
+            choice=Choice(reading.answer, finish, stop_reason, generation.token_ids, generation.logprobs),
+            dialect="chat", relation=prompt.relation, masked=None, system="", text=reading.sampled_text,
+            end=reading.end, added=prompt.added, overridden={}, finished_s=0.0, prompt_tokens=len(ids),
+            chain=prompt.chain, text_length=prompt.text_length, text_digest=prompt.text_digest, raw=prompt.raw,
+        ))
         return prompt, reading.answer
 
     def say(self, text: str) -> list[int]:
@@ -112,8 +114,8 @@ def programs(draw):
     return draw(families), draw(st.booleans()), steps
 
 
-def play(family: str, tools: bool, steps) -> Rollout:
-    asked = Rollout(family, tools)
+def play(family: str, tools: bool, steps, asked: Rollout | None = None) -> Rollout:
+    asked = asked or Rollout(family, tools)
     codec = asked.codec
     finished = [[{"role": "system", "content": "Help."}, {"role": "user", "content": "Go."}]]
     prompts = []

@@ -1,0 +1,242 @@
+"""The rollouts of one proxy: how they are opened, found, finished, and found again after the process died.
+
+Over TCP a rollout is named by a secret token in the path (`/r/TOKEN/...`, 256 bits, compared in constant time, good
+for that rollout only and dead once it is finished). On a listener inside a sandbox's network namespace the socket
+itself is the identity, and no key is looked at. There is nothing else to reach: no listing, no reward, no control.
+
+With a journal directory, everything survives the process: the captures (`journal.py`) and the listening sockets
+(`keeper.py`). A proxy that is started in the directory of one that died goes on where that one was; requests that it
+was answering have lost their connection, and their clients ask again.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from aiohttp import web
+
+from lightning_ray.config import ProxyConfig
+from lightning_ray.proxy.capture import Capture
+from lightning_ray.proxy.codec import Codec
+from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
+from lightning_ray.proxy.engine import Engine
+from lightning_ray.proxy.errors import NotFound
+from lightning_ray.proxy.journal import Journal, journals, read
+from lightning_ray.proxy.keeper import Keeper
+from lightning_ray.proxy.server import BACKLOG, Front, Site, refuse
+from lightning_ray.proxy.session import Session, keep_nothing
+from lightning_ray.sandbox.network import listen_inside
+from lightning_ray.trajectory.call import Call
+
+logger = logging.getLogger(__name__)
+
+TCP = "tcp"
+FINISHED_S = 120
+"""So long the calls of a finished rollout are kept, in case whoever asked for them did not get them."""
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One rollout of this proxy."""
+
+    capture: Capture
+    token: str
+    journal: Journal | None
+    sites: dict[int, Site] = field(default_factory=dict)
+    """By port, inside its sandbox."""
+    calls: list[Call] | None = None
+    """Once it is finished."""
+
+
+class ProxyServer:
+    """All methods are called on one event loop."""
+
+    def __init__(
+        self, codec: Codec, engine: Engine, config: ProxyConfig, model: str, journal_dir: Path | None = None
+    ) -> None:
+        self.codec = codec
+        self.engine = engine
+        self.config = config
+        self.front = Front(codec, config, model)
+        self.directory = journal_dir if config.journal else None
+        self.life = secrets.token_hex(4)
+        self.rollouts: dict[str, Rollout] = {}
+        self.tokens: dict[bytes, tuple[bytes, Rollout]] = {}
+        self.keeper: Keeper | None = None
+        self.address: tuple[str, int] | None = None
+
+    async def start(self) -> tuple[str, int]:
+        """Listen on the loopback, and go on with what an earlier process of this directory left.
+
+        OSError where the port is taken.
+        """
+        kept: dict[str, socket.socket] = {}
+        if self.directory is not None:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.keeper = await asyncio.to_thread(Keeper, self.directory, watch=os.getppid())
+            kept = self.keeper.sockets()
+            self._restore()
+        listener = kept.pop(TCP, None)
+        if listener is None:
+            listener = socket.create_server(("127.0.0.1", self.config.port), backlog=BACKLOG)
+            if self.keeper is not None:
+                self.keeper.hold(TCP, listener)
+        self.address = ("127.0.0.1", listener.getsockname()[1])
+        for name, inside in kept.items():
+            await self._take_over(name, inside)
+        self._site = await self.front.serve(listener, self._over_tcp)
+        return self.address
+
+    def _restore(self) -> None:
+        for path in journals(self.directory):
+            entries = read(path)
+            if not entries or entries[0][0] != "open":
+                path.unlink()
+                continue
+            _, opened, token, began = entries[0]
+            rollout = self._add(opened, token, began)
+            session = rollout.capture.session
+            session.replay(entry for entry in entries[1:] if entry[0] not in ("life", "finish"))
+            rollout.journal = Journal(self.directory, opened.rollout_id)
+            session.log = rollout.journal.append
+            if any(entry[0] == "finish" for entry in entries):
+                self._finished(rollout)
+            else:
+                lives = [entry[1] for entry in entries if entry[0] == "life"]
+                self._abort_lost(rollout, lives)
+                rollout.journal.append("life", self.life)
+            logger.warning("rollout %s is known again, with %d calls", opened.rollout_id, len(session.records))
+
+    def _abort_lost(self, rollout: Rollout, lives: list[str]) -> None:
+        """Generations whose results nobody waits for any more are ended."""
+        for exchange in rollout.capture.session.exchanges:
+            if exchange.failed and len(exchange.choices) < exchange.calls:
+                for number in range(exchange.calls):
+                    for life in lives:
+                        self.engine.abort_anywhere(rollout.capture.request_id(life, exchange, number))
+
+    async def _take_over(self, name: str, listener: socket.socket) -> None:
+        rollout_id, _, port = name.rpartition(":")
+        rollout = self.rollouts.get(rollout_id)
+        if rollout is None or rollout.calls is not None:
+            listener.close()
+            self.keeper.drop(name)
+        else:
+            rollout.sites[int(port)] = await self.front.serve(listener, partial(self._inside, rollout))
+
+    def _add(self, opened: OpenRollout, token: str, began: float) -> Rollout:
+        capture = Capture(
+            Session(opened), self.codec, self.engine, most_running=self.config.max_concurrent_calls,
+            retry_grace_s=self.config.retry_grace_s, began=began, life=self.life,
+        )
+        rollout = Rollout(capture, token, None)
+        self.rollouts[opened.rollout_id] = rollout
+        self.tokens[hashlib.sha256(token.encode()).digest()] = (token.encode(), rollout)
+        return rollout
+
+    def open(self, opened: OpenRollout) -> Endpoint:
+        """Make an endpoint for a rollout. The same rollout again gives the same endpoint; ValueError where it differs,
+        or has been finished already."""
+        if self.address is None:
+            raise RuntimeError("the proxy has not been started")
+        rollout = self.rollouts.get(opened.rollout_id)
+        if rollout is None:
+            token, began = secrets.token_urlsafe(32), time.time()
+            rollout = self._add(opened, token, began)
+            if self.directory is not None:
+                rollout.journal = Journal(self.directory, opened.rollout_id)
+                rollout.journal.append("open", opened, token, began)
+                rollout.journal.append("life", self.life)
+                rollout.capture.session.log = rollout.journal.append
+        elif rollout.capture.session.opened != opened or rollout.calls is not None:
+            raise ValueError(f"rollout {opened.rollout_id} is known already")
+        host, port = self.address
+        return Endpoint(base_url=f"http://{host}:{port}/r/{rollout.token}", token=rollout.token)
+
+    async def listen(self, rollout_id: str, pid: int, port: int) -> None:
+        """Serve the rollout on 127.0.0.1:port inside the network namespace of `pid`. Done already: nothing happens.
+
+        KeyError for an unknown rollout, OSError where the namespace cannot be entered.
+        """
+        rollout = self._known(rollout_id)
+        if port in rollout.sites:
+            return
+        listener = await asyncio.to_thread(listen_inside, pid, port)
+        if self.keeper is not None:
+            self.keeper.hold(f"{rollout_id}:{port}", listener)
+        rollout.sites[port] = await self.front.serve(listener, partial(self._inside, rollout))
+
+    async def finish(self, rollout_id: str) -> list[Call]:
+        """Revoke the endpoint, cancel what is in flight, and return all calls. KeyError for an unknown rollout.
+
+        The calls can be asked for again for a while.
+        """
+        rollout = self._known(rollout_id)
+        if rollout.calls is None:
+            rollout.capture.gate.close()
+            await rollout.capture.finish()
+            for port, site in rollout.sites.items():
+                await site.close()
+                if self.keeper is not None:
+                    self.keeper.drop(f"{rollout_id}:{port}")
+            rollout.sites.clear()
+            if rollout.calls is None:
+                if rollout.journal is not None:
+                    rollout.journal.append("finish")
+                self._finished(rollout)
+        return rollout.calls
+
+    def _finished(self, rollout: Rollout) -> None:
+        """Reduce a rollout to its calls, and forget those after a while."""
+        session = rollout.capture.session
+        rollout.capture.gate.close()
+        session.log = keep_nothing
+        rollout.calls = session.calls()
+        self.tokens.pop(hashlib.sha256(rollout.token.encode()).digest(), None)
+        asyncio.get_running_loop().call_later(FINISHED_S, self._forget, session.opened.rollout_id)
+
+    def _forget(self, rollout_id: str) -> None:
+        rollout = self.rollouts.pop(rollout_id, None)
+        if rollout is not None and rollout.journal is not None:
+            rollout.journal.remove()
+
+    def status(self, rollout_id: str) -> dict[str, int | str | None]:
+        """How far the rollout is: `calls`, `tokens` (sampled), and `limit`, the limit that ended it, or None."""
+        session = self._known(rollout_id).capture.session
+        return {"calls": len(session.records), "tokens": session.tokens_sampled, "limit": session.limit}
+
+    def _known(self, rollout_id: str) -> Rollout:
+        try:
+            return self.rollouts[rollout_id]
+        except KeyError:
+            raise KeyError(f"rollout {rollout_id} is not known to this proxy") from None
+
+    async def stop(self) -> None:
+        """Finish all rollouts, forget them, and stop listening. Nothing is left behind."""
+        for rollout_id in list(self.rollouts):
+            await self.finish(rollout_id)
+            self._forget(rollout_id)
+        if self.address is not None:
+            await self._site.close()
+        if self.keeper is not None:
+            self.keeper.quit()
+
+    async def _over_tcp(self, request: web.BaseRequest) -> web.StreamResponse:
+        parts = request.rel_url.raw_path.split("/", 3)
+        if len(parts) >= 3 and parts[1] == "r":
+            token = parts[2].encode()
+            known = self.tokens.get(hashlib.sha256(token).digest())
+            if known is not None and hmac.compare_digest(known[0], token):
+                return await self.front.answer(known[1].capture, request, "/" + (parts[3] if len(parts) > 3 else ""))
+        return refuse(NotFound("There is nothing here."))
+
+    async def _inside(self, rollout: Rollout, request: web.BaseRequest) -> web.StreamResponse:
+        return await self.front.answer(rollout.capture, request, request.rel_url.raw_path)
