@@ -210,6 +210,8 @@ class LearnerConfig(Part):
     """Updates of linear warm-up. A fresh optimizer without any can ruin a policy in one step."""
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon. A larger one damps the first updates of a tiny policy."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     micro_batch_tokens: int = Field(default=8192, ge=64)
     """Padded tokens of one micro-batch."""

@@ -8,6 +8,7 @@ run directory, and leaves nothing running however it ends. Bad input raises `Con
 starts; a run that cannot go on raises `RunFailed`.
 """
 
+import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -42,6 +43,11 @@ BROKEN_GROUPS_LIMIT = 3
 
 class RunFailed(RuntimeError):
     """The run cannot go on. The message says why and what to do; the last checkpoint is kept."""
+
+
+def rollout_seed(seed: int, rollout_id: str) -> int:
+    """31 bits: each rollout samples by a seed of its own, else all members of a group would say the same."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{rollout_id}".encode(), digest_size=4).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +239,7 @@ class Trainer:
     def _spec(self, rollout_id: str, group_id: str, task: Task, mode: str) -> RolloutSpec:
         sampling = self.config.sampling if mode == "train" else self.config.evaluation
         return RolloutSpec(rollout_id=rollout_id, group_id=group_id, task=task, mode=mode,
-                           temperature=sampling.temperature, seed=self.config.run.seed)
+                           temperature=sampling.temperature, seed=rollout_seed(self.config.run.seed, rollout_id))
 
     # The end.
 

@@ -46,7 +46,7 @@ def learning_rate(update: int, config: LearnerConfig, total_updates: int) -> flo
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: LearnerConfig, *, on_gpu: bool):
     """AdamW over `parameters`, its states in float32."""
-    settings = {"lr": config.lr, "betas": config.betas, "eps": 1e-8, "weight_decay": config.weight_decay}
+    settings = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
     if on_gpu and not config.offload_optimizer:
         return torch.optim.AdamW(parameters, fused=True, **settings)
     load_cpu_adam()
