@@ -27,7 +27,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lightning_ray.config import Config, ConfigError
-from lightning_ray.generator.worker import GeneratorWorker, PublishFailed
+from lightning_ray.generator.worker import GeneratorDied, GeneratorWorker, PublishFailed
 from lightning_ray.learner.worker import LearnerWorker
 from lightning_ray.phases import Phases
 from lightning_ray.trajectory.samples import Sample
@@ -98,6 +98,13 @@ class PolicyGroup:
         self._thaw()
         return {**metrics, **clock.seconds, "pause_s": clock.total(), "weights_bytes": reports[0]["bytes"],
                 "weights_verified": float(all(report["verified"] for report in reports))}
+
+    def check(self) -> None:
+        """Raises `PartDied` where a generator is gone or its engine is: requests would wait for it for ever."""
+        try:
+            self._generators_do("health")
+        except GeneratorDied as error:
+            raise PartDied(str(error)) from error
 
     def save(self, directory: Path) -> None:
         """What `load` needs to go on: the learner's weights, optimizer and progress."""

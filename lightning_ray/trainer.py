@@ -26,7 +26,7 @@ from lightning_ray.observe.metrics import step_metrics
 from lightning_ray.observe.progress import Progress
 from lightning_ray.observe.records import Records
 from lightning_ray.policy.source import policy_directory
-from lightning_ray.policy_group import PolicyGroup
+from lightning_ray.policy_group import PartDied, PolicyGroup
 from lightning_ray.preflight import preflight
 from lightning_ray.ray_session import RaySession
 from lightning_ray.run_directory import RunDirectory
@@ -39,6 +39,8 @@ from lightning_ray.trajectory.samples import step_batch
 
 BROKEN_GROUPS_LIMIT = 3
 """The run stops when this many times `groups_per_step` groups in a row could not be run: it is not bad luck."""
+CHECK_EVERY_S = 10.0
+"""Seconds between looks whether the generators are alive."""
 
 
 class RunFailed(RuntimeError):
@@ -80,6 +82,8 @@ class Trainer:
             while self.state.step < self.config.run.steps:
                 yield self._step()
             self._conclude()
+        except PartDied as error:
+            raise RunFailed(str(error)) from error
         finally:
             self._close()
 
@@ -119,6 +123,7 @@ class Trainer:
         self.buffer = GroupBuffer(groups_per_step=schedule.groups_per_step, groups_in_flight=schedule.groups_in_flight,
                                   max_staleness=schedule.max_staleness)
         self._broken_in_a_row = 0
+        self._checked = time.monotonic()
 
     # One step.
 
@@ -153,7 +158,7 @@ class Trainer:
         total = self.config.schedule.groups_per_step * self.config.schedule.group_size
         while True:
             self._fill()
-            for trajectory in self.fleet.ended():
+            for trajectory in self._ended():
                 self.buffer.finish(trajectory)
             for drop in self.buffer.drop_unusable(self.policy.version):
                 dropped.append(drop)
@@ -162,6 +167,13 @@ class Trainer:
             if groups := self.buffer.take():
                 self._broken_in_a_row = 0
                 return groups, dropped
+
+    def _ended(self) -> list[Trajectory]:
+        """Rollouts that ended; now and then a look whether the generators they wait for are alive."""
+        if time.monotonic() - self._checked > CHECK_EVERY_S:
+            self.policy.check()
+            self._checked = time.monotonic()
+        return self.fleet.ended()
 
     def _fill(self) -> None:
         size = self.config.schedule.group_size
@@ -214,7 +226,7 @@ class Trainer:
             self.fleet.submit(self._spec(rollout_id, group_id, task, "evaluate"))
         done: dict[str, Trajectory] = {}
         while len(done) < len(waiting):
-            for trajectory in self.fleet.ended():
+            for trajectory in self._ended():
                 if trajectory.rollout_id in waiting:
                     done[trajectory.rollout_id] = trajectory
                 else:

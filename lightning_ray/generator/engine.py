@@ -72,12 +72,18 @@ def engine_arguments(model_dir: str, config: GeneratorConfig, policy: PolicyConf
 
 
 def sampling_params(request: GenerateRequest) -> Any:
-    """vLLM's `SamplingParams`. Text is made only where stop strings ask for it."""
+    """vLLM's `SamplingParams`. Text is made only where stop strings ask for it.
+
+    On the CPU requests share the engine's own random stream: a request with a seed of its own kills vLLM 0.32's engine
+    there as soon as its prompt is processed in pieces ("CPU Generator does not use offset").
+    """
     from vllm import SamplingParams
+    from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed, stop=request.stop or None,
+        max_tokens=request.max_tokens, temperature=request.temperature,
+        seed=None if current_platform.is_cpu() else request.seed, stop=request.stop or None,
         stop_token_ids=request.stop_token_ids or None, detokenize=bool(request.stop), logprobs=0, flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA, stream_interval=FIRST_AND_LAST, skip_clone=True, **request.params,
     )

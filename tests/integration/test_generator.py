@@ -11,6 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from lightning_ray.config import ConfigError, GeneratorConfig, PolicyConfig
 from lightning_ray.generator.engine import engine_arguments
+from lightning_ray.generator.request import GenerateRequest
 from lightning_ray.generator.worker import PublishFailed
 
 pytestmark = pytest.mark.timeout(300)
@@ -324,3 +325,11 @@ def test_published_weights_leave_the_object_store(generator, tiny_model_dir, ver
     assert name in counts()
     del ref
     wait_until(lambda: name not in counts())
+
+
+def test_seeded_requests_whose_prompts_are_processed_in_pieces_do_not_kill_the_engine(generator):
+    """Their prompts together exceed one engine step, so that some are processed in pieces."""
+    requests = [GenerateRequest(f"seeded-{number}", [1 + (number + place) % 100 for place in range(200)], 4, 1.0,
+                                seed=number) for number in range(48)]
+    done = ray.get([generator.generate.remote(request) for request in requests])
+    assert all(len(generation.token_ids) for generation in done)
