@@ -27,7 +27,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lightning_ray.config import Config, ConfigError
-from lightning_ray.generator.worker import GeneratorDied, GeneratorWorker, PublishFailed
+from lightning_ray.proxy.engine import GeneratorDied
+from lightning_ray.generator.worker import GeneratorWorker, PublishFailed
 from lightning_ray.learner.worker import LearnerWorker
 from lightning_ray.phases import Phases
 from lightning_ray.trajectory.samples import Sample
