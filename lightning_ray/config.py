@@ -220,6 +220,14 @@ class LearnerConfig(Part):
     threads: int = Field(default=2, ge=1)
     """CPU threads of each rank."""
 
+    @model_validator(mode="after")
+    def offload_what_is_partitioned(self) -> Self:
+        if self.offload_params and self.zero_stage < 3:
+            raise ValueError(f"learner.offload_params needs learner.zero_stage 3, not {self.zero_stage}")
+        if self.offload_optimizer and self.zero_stage < 1:
+            raise ValueError("learner.offload_optimizer needs learner.zero_stage 1, 2 or 3, not 0")
+        return self
+
 
 class AlgorithmConfig(Part):
     advantage: AdvantageName = "grpo"

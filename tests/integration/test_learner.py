@@ -1,8 +1,6 @@
 """The learner on tiny models of real architectures: one rank and two, every ZeRO stage, against plain PyTorch."""
 
 import functools
-import os
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +10,9 @@ import pytest
 import ray
 import torch
 
-os.environ.update(DS_ACCELERATOR="cpu", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1")
-
 from lightning_ray.config import AlgorithmConfig, LearnerConfig
 from lightning_ray.learner.optimizer import learning_rate
+from lightning_ray.learner.worker import LearnerWorker, free_address, prepare_process
 from lightning_ray.trajectory.samples import Sample
 from tests.tiny_models import tiny_model
 
@@ -27,18 +24,27 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module", autouse=True)
 def single_rank() -> Iterator[None]:
     """This process is a group of one rank; each test makes learners of its own in it."""
-    import cpuinfo
-
-    from lightning_ray.learner.engine import join
-
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # each optimizer asks, and subprocesses answer
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    join(0, 1, ("127.0.0.1", port))
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        import cpuinfo
+
+        from lightning_ray.learner.engine import join
+
+        join(0, 1, free_address())
+        # each optimizer asks, and subprocesses answer
+        patch.setattr(cpuinfo, "get_cpu_info", functools.cache(cpuinfo.get_cpu_info))
+        yield
     torch.distributed.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def place_in_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DeepSpeed asks of the environment; for each test, so that no Ray starts with it."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_SIZE", "1")
 
 
 @pytest.fixture(scope="module")
@@ -363,8 +369,6 @@ class Rank:
     """One rank that makes several learners one after the other, since starting a process takes longest."""
 
     def __init__(self, rank: int) -> None:
-        from lightning_ray.learner.worker import prepare_process
-
         prepare_process(rank, 2, threads=1, on_gpu=False)
         self.rank = rank
 
@@ -381,11 +385,7 @@ class Rank:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[list]:
-    from lightning_ray.learner.worker import free_address
-
-    if not ray.is_initialized():
-        ray.init(num_cpus=2, include_dashboard=False)
+def two_ranks(ray_session: None) -> Iterator[list]:
     actors = [Rank.options(num_cpus=0.1).remote(rank) for rank in range(2)]
     address = free_address()
     ray.get([actor.join.remote(address) for actor in actors])
@@ -409,7 +409,8 @@ def test_two_ranks_equal_one(models: dict[str, Path], tmp_path: Path, two_ranks:
         np.testing.assert_array_equal(mine, theirs)
         np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
     shared = ray.put(samples)
-    for version in range(STEPS):
+    for step in range(STEPS):
+        version = step % 2  # whose tokens are among the samples
         one, two = everyone("step", shared, version)
         alone = reference.step(samples, version)
         for name in ("loss", "grad_norm", "entropy_mean", "logprob_gap_mean", "logprob_gap_max", "tokens", "lr"):
@@ -427,11 +428,7 @@ def test_two_ranks_equal_one(models: dict[str, Path], tmp_path: Path, two_ranks:
     assert again["loss"] == one["loss"] and again["grad_norm"] == one["grad_norm"]
 
 
-def test_the_actor_is_a_learner_in_a_process_of_its_own(models: dict[str, Path]) -> None:
-    from lightning_ray.learner.worker import LearnerWorker
-
-    if not ray.is_initialized():
-        ray.init(num_cpus=2, include_dashboard=False)
+def test_the_actor_is_a_learner_in_a_process_of_its_own(ray_session: None, models: dict[str, Path]) -> None:
     config, samples = settings(threads=1), make_samples()
     actor = LearnerWorker.options(num_cpus=0.1).remote(
         str(models["qwen3"]), config, AlgorithmConfig(), TEMPERATURE, 0, 1, 10
