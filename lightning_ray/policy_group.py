@@ -27,7 +27,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lightning_ray.config import Config, ConfigError
-from lightning_ray.proxy.engine import GeneratorDied
 from lightning_ray.generator.worker import GeneratorWorker, PublishFailed
 from lightning_ray.learner.worker import LearnerWorker
 from lightning_ray.phases import Phases
@@ -102,10 +101,7 @@ class PolicyGroup:
 
     def check(self) -> None:
         """Raises `PartDied` where a generator is gone or its engine is: requests would wait for it for ever."""
-        try:
-            self._generators_do("health")
-        except GeneratorDied as error:
-            raise PartDied(str(error)) from error
+        self._generators_do("health")
 
     def save(self, directory: Path) -> None:
         """What `load` needs to go on: the learner's weights, optimizer and progress."""
