@@ -23,6 +23,8 @@ def file(tmp_path):
     ("nonsense: 1", (), ["nonsense", "Known here", "schedule"]),
     ("schedule: {groups_per_step: 8, groups_in_flight: 4}", (), ["schedule.groups_in_flight (4)", "at least"]),
     ("policy: {path: /x, warm_start: {}}", (), ["policy", "exactly one"]),
+    ("learner: {offload_params: true}", (), ["learner.offload_params", "zero_stage 3"]),
+    ("algorithm: {mis_cap: 3}", (), ["algorithm.tis_cap", "algorithm.mis_cap", "null"]),
     ("- a list", (), ["must be a mapping"]),
     ("run: [", (), ["not valid YAML"]),
     ("", ("--run.steps", "many"), ["run.steps", "'many'"]),
