@@ -21,9 +21,11 @@ lint: $(READY)
 $(READY): $(LOCK) pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is missing. Install Python 3.11, or give another with PYTHON=..."; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV) (about 3 minutes)"
+	@echo "setting up $(VENV) (about 3 minutes, once)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@echo "compiling DeepSpeed's CPU optimizer (once for each machine)"
+	@$(BIN)/python -m lightning_ray.learner.optimizer
 	@touch $@
 
 # Resolves pyproject.toml anew. `.ci/overrides.txt` says what is left out, and why.

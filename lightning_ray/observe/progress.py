@@ -51,8 +51,8 @@ def rate_text(result: dict[str, Any]) -> str:
 
 def step_text(metrics: dict[str, Any]) -> str:
     rate = metrics["tokens_sampled"] / max(1e-9, metrics["generate_s"])
-    loss = "none" if metrics["loss"] is None else f"{metrics['loss']:+.4f}"
-    return (f"step {metrics['step']:4d}  pass {metrics['pass_rate']:.2f}  loss {loss}  "
+    gradient = "none" if metrics["grad_norm"] is None else f"{metrics['grad_norm']:.3f}"
+    return (f"step {metrics['step']:4d}  pass {metrics['pass_rate']:.2f}  gradient {gradient}  "
             f"{metrics['rollouts']} rollouts in {metrics['generate_s']:.1f} s, {rate:.0f} tokens/s, "
             f"learn {metrics['learn_s']:.1f} s")
 
