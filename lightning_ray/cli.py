@@ -1,9 +1,10 @@
-"""The command line: `lightning-ray train | view`.
+"""The command line: `lightning-ray train | capture | view`.
 
 Exit status: 0 when done, 2 for bad input, 1 for a failed run, 130 when interrupted.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -16,13 +17,17 @@ DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONWARNINGS": "ignore", "DS_ACCELERATOR_QUIET": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_LOG_TO_DRIVER": "0",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "RAY_BACKEND_LOG_LEVEL": "fatal",
+    "RAY_LOG_TO_DRIVER": "0",
 }
 """Libraries log to files or not at all: the display belongs to the run. Values that the user has set stay."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, overrides = _parser().parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    options, overrides = _parser().parse_known_args(words[:cut])
+    options.command = words[cut + 1:]
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:
@@ -45,6 +50,23 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", nargs="?", type=Path, help="YAML file (with --resume: the one in the run directory)")
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on from the last checkpoint of a run")
     train.set_defaults(run=_train)
+
+    capture = commands.add_parser(
+        "capture", help="run a harness once and say what a trainer would get",
+        usage="lightning-ray capture --model DIR [options] -- COMMAND...",
+        description="{task}, {base_url} and {model} are filled in where the command has them. Endpoints are told by "
+                    "OPENAI_BASE_URL, OPENAI_API_BASE, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and "
+                    "ANTHROPIC_AUTH_TOKEN. Any setting can be given as --part.field VALUE.")
+    capture.add_argument("--model", type=Path, metavar="DIR", help="model directory (default: the configuration's)")
+    capture.add_argument("--config", type=Path, metavar="FILE", help="YAML file; without COMMAND its harness is run")
+    capture.add_argument("--task", type=Path, metavar="FILE", help="take the first task of this file (default: a "
+                                                                   "generated one-line bug)")
+    capture.add_argument("--mount", action="append", default=[], metavar="HOST[:INSIDE]",
+                         help="show the sandbox a directory or file, read-only (repeatable)")
+    capture.add_argument("--no-sandbox", action="store_true", help="run with your own rights and environment")
+    capture.add_argument("--no-parity", action="store_true", help="do not recompute log-probs with the learner")
+    capture.add_argument("--json", action="store_true", help="print the report as JSON")
+    capture.set_defaults(run=_capture)
 
     view = commands.add_parser("view", help="read the rollouts of a run as conversations")
     view.add_argument("path", type=Path, help="a run directory or a Parquet file of rollouts")
@@ -81,6 +103,23 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     finally:
         progress.close()
     return DONE
+
+
+def _capture(options: argparse.Namespace, overrides: list[str]) -> int:
+    from lightning_ray.harness.capture import CaptureFailed, capture, settings
+    from lightning_ray.harness.report import lines
+
+    what = settings(model=options.model, command=options.command, config=options.config, task=options.task,
+                    mounts=options.mount, sandboxed=not options.no_sandbox, parity=not options.no_parity,
+                    overrides=overrides)
+    print("lightning-ray: starting an engine, this can take a minute", file=sys.stderr)
+    try:
+        report = capture(what)
+    except CaptureFailed as error:
+        print(f"lightning-ray: the capture failed: {error}", file=sys.stderr)
+        return FAILED
+    print(json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(lines(report)))
+    return FAILED if report.ending.end == "infra_failed" else DONE
 
 
 def _say_how_to_go_on(trainer) -> None:

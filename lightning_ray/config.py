@@ -305,10 +305,11 @@ class Config(Part):
     ray: RayConfig = RayConfig()
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
-        """Reads a YAML file and applies `--part.field value` overrides. Raises `ConfigError`."""
-        settings = _merged(_read_yaml(Path(path)), _parse_overrides(cls, overrides))
-        return cls.build(settings)
+    def load(cls, path: str | Path | None, overrides: Sequence[str] = (), given: dict[str, Any] | None = None) -> Self:
+        """Reads a YAML file (None: nothing but defaults), applies `--part.field value` overrides, then `given` as plain
+        data. Raises `ConfigError`."""
+        settings = _merged(_read_yaml(Path(path)) if path else {}, _parse_overrides(cls, overrides))
+        return cls.build(_merged(settings, given or {}))
 
     @classmethod
     def build(cls, settings: dict[str, Any]) -> Self:
