@@ -14,7 +14,7 @@ from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenL
 
 from lightning_ray.proxy import sse
 from lightning_ray.proxy.codec import Codec
-from lightning_ray.proxy.dialect import Asked, chat_request, load
+from lightning_ray.proxy.dialect import Asked, chat_request, load, made
 from lightning_ray.proxy.errors import BadRequest, ProxyError, openai_body
 from lightning_ray.proxy.session import Choice, Exchange, Session
 
@@ -23,8 +23,9 @@ MOST_CHOICES = 128
 
 def usage(exchange: Exchange) -> CompletionUsage:
     sampled = sum(len(choice.token_ids) for choice in exchange.choices)
-    return CompletionUsage(
-        prompt_tokens=exchange.prompt_tokens, completion_tokens=sampled, total_tokens=exchange.prompt_tokens + sampled
+    return made(
+        CompletionUsage, prompt_tokens=exchange.prompt_tokens, completion_tokens=sampled,
+        total_tokens=exchange.prompt_tokens + sampled,
     )
 
 
@@ -59,14 +60,14 @@ class Chat:
 
     def answer(self, asked: Asked, exchange: Exchange, created: int) -> bytes:
         choices = [
-            FullChoice.model_construct(
-                index=index, message=self._message(choice), finish_reason=choice.finish_reason,
+            made(
+                FullChoice, index=index, message=self._message(choice), finish_reason=choice.finish_reason,
                 logprobs=self._logprobs(asked, choice),
             )
             for index, choice in enumerate(exchange.choices)
         ]
-        response = ChatCompletion.model_construct(
-            id=exchange.name("chatcmpl-"), object="chat.completion", created=created,
+        response = made(
+            ChatCompletion, id=exchange.name("chatcmpl-"), object="chat.completion", created=created,
             model=asked.request.model or self.model, choices=choices, usage=usage(exchange),
         )
         return response.model_dump_json(exclude_unset=True, warnings=False).encode()
@@ -76,15 +77,15 @@ class Chat:
         with_usage = bool(options and options.include_usage)
 
         def chunk(choices: list[ChunkChoice], **more: Any) -> str:
-            return ChatCompletionChunk.model_construct(
-                id=exchange.name("chatcmpl-"), object="chat.completion.chunk", created=created,
+            return made(
+                ChatCompletionChunk, id=exchange.name("chatcmpl-"), object="chat.completion.chunk", created=created,
                 model=asked.request.model or self.model, choices=choices, **more,
             ).model_dump_json(exclude_unset=True, warnings=False)
 
         unknown = {"usage": None} if with_usage else {}
         lines = [
-            chunk([ChunkChoice.model_construct(
-                index=index, delta=delta, finish_reason=finish, logprobs=logprobs
+            chunk([made(
+                ChunkChoice, index=index, delta=delta, finish_reason=finish, logprobs=logprobs
             )], **unknown)
             for index, choice in enumerate(exchange.choices)
             for delta, finish, logprobs in self._deltas(asked, choice)
@@ -106,27 +107,28 @@ class Chat:
             fields |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
         if answer.tool_calls:
             fields["tool_calls"] = [
-                ChatCompletionMessageToolCall.model_construct(
-                    id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments)
+                made(
+                    ChatCompletionMessageToolCall, id=call.id, type="function",
+                    function=made(Function, name=call.name, arguments=call.arguments),
                 )
                 for call in answer.tool_calls
             ]
-        return ChatCompletionMessage.model_construct(**fields)
+        return made(ChatCompletionMessage, **fields)
 
     def _deltas(self, asked: Asked, choice: Choice) -> Iterable[tuple[ChoiceDelta, str | None, Any]]:
         answer = choice.answer
-        yield ChoiceDelta.model_construct(role="assistant", content=""), None, None
+        yield made(ChoiceDelta, role="assistant", content=""), None, None
         if answer.reasoning:
-            delta = ChoiceDelta.model_construct(reasoning_content=answer.reasoning, reasoning=answer.reasoning)
+            delta = made(ChoiceDelta, reasoning_content=answer.reasoning, reasoning=answer.reasoning)
             yield delta, None, None
         logprobs = self._logprobs(asked, choice)
         if answer.content or logprobs:
-            yield ChoiceDelta.model_construct(content=answer.content), None, logprobs
+            yield made(ChoiceDelta, content=answer.content), None, logprobs
         for index, call in enumerate(answer.tool_calls):
-            function = ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
-            delta = ChoiceDeltaToolCall.model_construct(index=index, id=call.id, type="function", function=function)
-            yield ChoiceDelta.model_construct(tool_calls=[delta]), None, None
-        yield ChoiceDelta.model_construct(), choice.finish_reason, None
+            function = made(ChoiceDeltaToolCallFunction, name=call.name, arguments=call.arguments)
+            delta = made(ChoiceDeltaToolCall, index=index, id=call.id, type="function", function=function)
+            yield made(ChoiceDelta, tool_calls=[delta]), None, None
+        yield made(ChoiceDelta), choice.finish_reason, None
 
     def _logprobs(self, asked: Asked, choice: Choice) -> ChoiceLogprobs | None:
         if not asked.request.logprobs:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 from vllm.config import ModelConfig, VllmConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -176,13 +177,13 @@ class Codec:
         _, prompt = self.renderer.render_messages(contents, params)
         return prompt["prompt"]
 
-    def encode(self, text: str, after: str = "") -> list[int]:
-        """Token ids of a rendered text; `after` is the special token just before it, which is not among them."""
+    def encode(self, text: str, after: str = "") -> np.ndarray:
+        """int32: token ids of a rendered text; `after` is the special token just before it, which is not among them."""
         if not after:
             return self.specials.encode(text)
         ids = self.specials.encode(after + text)
         own = self.specials.encode(after)
-        if ids[:len(own)] != own:
+        if not np.array_equal(ids[:len(own)], own):
             raise ValueError(f"{after!r} does not stand alone as a token in front of {text[:40]!r}")
         return ids[len(own):]
 
@@ -228,7 +229,7 @@ class Codec:
     def reads_as(self, text: str, answer: Answer, request: ChatCompletionRequest) -> bool:
         """Whether a rendered assistant turn, parsed as if the policy had sampled it, says what `answer` says."""
         plain = unmark(text)
-        return self.parse(plain, request, (), self.specials.encode(text)).says_the_same(answer)
+        return self.parse(plain, request, (), self.specials.encode(text).tolist()).says_the_same(answer)
 
     def _new_parser(self, request: ChatCompletionRequest):
         return self.parser_class(

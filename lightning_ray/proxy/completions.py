@@ -9,7 +9,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from lightning_ray.proxy import sse
 from lightning_ray.proxy.chat import MOST_CHOICES, usage
 from lightning_ray.proxy.codec import Codec
-from lightning_ray.proxy.dialect import Asked, check, load
+from lightning_ray.proxy.dialect import Asked, check, load, made
 from lightning_ray.proxy.errors import BadRequest, ProxyError, openai_body
 from lightning_ray.proxy.session import Choice, Exchange, Session
 
@@ -63,14 +63,14 @@ class Completions:
     def _dump(
         self, asked: Asked, exchange: Exchange, created: int, choices: list[CompletionChoice], **more: Any
     ) -> str:
-        return Completion.model_construct(
-            id=exchange.name("cmpl-"), object="text_completion", created=created,
+        return made(
+            Completion, id=exchange.name("cmpl-"), object="text_completion", created=created,
             model=asked.request.model or self.model, choices=choices, **more,
         ).model_dump_json(exclude_unset=True, warnings=False)
 
     def _choice(self, asked: Asked, choice: Choice, index: int) -> CompletionChoice:
-        return CompletionChoice.model_construct(
-            index=index, text=choice.answer.content, finish_reason=choice.finish_reason,
+        return made(
+            CompletionChoice, index=index, text=choice.answer.content, finish_reason=choice.finish_reason,
             logprobs=self._logprobs(asked, choice),
         )
 

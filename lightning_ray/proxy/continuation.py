@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from lightning_ray.proxy.codec import Codec
@@ -30,8 +31,8 @@ class Prompt:
 
     continues: Answered | None
     """The call whose prompt and sampled ids come first, or None."""
-    new_ids: list[int]
-    """The tokens after them (all tokens where nothing is continued)."""
+    new_ids: np.ndarray
+    """int32: the tokens after them (all tokens where nothing is continued)."""
     relation: str
     text_length: int
     text_digest: bytes

@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMValidationError
 
 from lightning_ray.proxy import sse
 from lightning_ray.proxy.codec import Answer, Codec
-from lightning_ray.proxy.dialect import Asked, check, load
+from lightning_ray.proxy.dialect import Asked, check, load, made
 from lightning_ray.proxy.errors import BadRequest, ContextLength, ProxyError
 from lightning_ray.proxy.plain import plain
 from lightning_ray.proxy.session import Choice, Exchange, Session
@@ -94,28 +94,28 @@ class Messages:
 
     def stream(self, asked: Asked, exchange: Exchange, created: int) -> bytes:
         (choice,) = exchange.choices
-        events: list[BaseModel] = [types.RawMessageStartEvent.model_construct(
-            type="message_start", message=self._message(
+        events: list[BaseModel] = [made(
+            types.RawMessageStartEvent, type="message_start", message=self._message(
                 asked, exchange, content=[], stop_reason=None, stop_sequence=None, output_tokens=0
             ),
         )]
         for index, block in enumerate(self._blocks(choice.answer, exchange)):
             empty, deltas = self._opened(block)
-            events.append(types.RawContentBlockStartEvent.model_construct(
-                type="content_block_start", index=index, content_block=empty
+            events.append(made(
+                types.RawContentBlockStartEvent, type="content_block_start", index=index, content_block=empty
             ))
             events += [
-                types.RawContentBlockDeltaEvent.model_construct(type="content_block_delta", index=index, delta=delta)
+                made(types.RawContentBlockDeltaEvent, type="content_block_delta", index=index, delta=delta)
                 for delta in deltas
             ]
-            events.append(types.RawContentBlockStopEvent.model_construct(type="content_block_stop", index=index))
+            events.append(made(types.RawContentBlockStopEvent, type="content_block_stop", index=index))
         reason, sequence = stop_reason(choice)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        usage = types.MessageDeltaUsage.model_construct(
-            input_tokens=exchange.prompt_tokens, output_tokens=len(choice.token_ids)
+        usage = made(
+            types.MessageDeltaUsage, input_tokens=exchange.prompt_tokens, output_tokens=len(choice.token_ids)
         )
-        events.append(types.RawMessageDeltaEvent.model_construct(type="message_delta", delta=delta, usage=usage))
-        events.append(types.RawMessageStopEvent.model_construct(type="message_stop"))
+        events.append(made(types.RawMessageDeltaEvent, type="message_delta", delta=delta, usage=usage))
+        events.append(made(types.RawMessageStopEvent, type="message_stop"))
         return b"".join(sse.event(dump(event), event.type) for event in events)
 
     def error(self, error: ProxyError) -> bytes:
@@ -129,9 +129,10 @@ class Messages:
         return sse.event(self.error(error).decode(), "error")
 
     def _message(self, asked: Asked, exchange: Exchange, *, output_tokens: int, **fields: Any) -> types.Message:
-        usage = types.Usage.model_construct(input_tokens=exchange.prompt_tokens, output_tokens=output_tokens)
-        return types.Message.model_construct(
-            id=exchange.name("msg_"), type="message", role="assistant", model=asked.request.model, usage=usage, **fields
+        usage = made(types.Usage, input_tokens=exchange.prompt_tokens, output_tokens=output_tokens)
+        return made(
+            types.Message, id=exchange.name("msg_"), type="message", role="assistant", model=asked.request.model,
+            usage=usage, **fields,
         )
 
     def _blocks(self, answer: Answer, exchange: Exchange) -> list[BaseModel]:
@@ -140,10 +141,10 @@ class Messages:
             signature = exchange.name("")
             blocks.append(types.ThinkingBlock(type="thinking", thinking=answer.reasoning, signature=signature))
         if answer.content or not (answer.reasoning or answer.tool_calls):
-            blocks.append(types.TextBlock.model_construct(type="text", text=answer.content))
+            blocks.append(made(types.TextBlock, type="text", text=answer.content))
         for call in answer.tool_calls:
-            blocks.append(types.ToolUseBlock.model_construct(
-                type="tool_use", id=call.id, name=call.name, input=arguments(call.arguments)
+            blocks.append(made(
+                types.ToolUseBlock, type="tool_use", id=call.id, name=call.name, input=arguments(call.arguments)
             ))
         return blocks
 
@@ -159,6 +160,6 @@ class Messages:
             return block.model_copy(update={"input": {}}), [
                 types.InputJSONDelta(type="input_json_delta", partial_json=text)
             ]
-        return types.TextBlock.model_construct(type="text", text=""), [
+        return made(types.TextBlock, type="text", text=""), [
             types.TextDelta(type="text_delta", text=block.text)
         ]

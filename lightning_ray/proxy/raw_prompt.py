@@ -47,11 +47,11 @@ def _from_ids(ids: list[int], session: Session) -> Prompt:
         whole = session.prompt_ids(one.call, ())
         if length < len(whole) <= len(ids) and whole.tolist() == ids[:len(whole)] and record.finish_reason != "abort":
             best, length = one, len(whole)
-    return _prompt(name, session, best, ids[length:], -1, "")
+    return _prompt(name, session, best, np.asarray(ids[length:], np.int32), -1, "")
 
 
 def _prompt(
-    name: bytes, session: Session, continues: Answered | None, new_ids: list[int], text_length: int, text: str
+    name: bytes, session: Session, continues: Answered | None, new_ids: np.ndarray, text_length: int, text: str
 ) -> Prompt:
     if name in session.history.prompts:
         relation = "resampled"

@@ -23,7 +23,7 @@ from vllm.exceptions import VLLMValidationError
 
 from lightning_ray.proxy import sse
 from lightning_ray.proxy.codec import Codec
-from lightning_ray.proxy.dialect import Asked, chat_request, check, load
+from lightning_ray.proxy.dialect import Asked, chat_request, check, load, made
 from lightning_ray.proxy.errors import BadRequest, ProxyError, openai_body
 from lightning_ray.proxy.sampling import NEUTRAL
 from lightning_ray.proxy.session import Choice, Exchange, Session
@@ -115,7 +115,7 @@ class Responses:
         (choice,) = exchange.choices
         events = []
         for number, (kind, fields) in enumerate(self._events(asked, exchange, created, choice)):
-            event = kind.model_construct(sequence_number=number, **fields)
+            event = made(kind, sequence_number=number, **fields)
             events.append(sse.event(self._dump(event), event.type))
         return b"".join(events)
 
@@ -166,7 +166,7 @@ class Responses:
                 input_tokens_details=InputTokensDetails(cached_tokens=0, cache_write_tokens=0),
                 output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
             )
-        return types.Response.model_construct(**fields)
+        return made(types.Response, **fields)
 
     def _events(
         self, asked: Asked, exchange: Exchange, created: int, choice: Choice

@@ -9,14 +9,25 @@ off; all others exactly as ever.
 
 Only tokens that the tokenizer itself calls special are protected. Markers such as `<tool_call>` or `<think>`, which
 many tokenizers keep as ordinary added tokens, are part of what harnesses legitimately write in prompts.
+
+A tokenizer cuts a text at its special tokens before anything else and treats the stretches between them separately.
+So do we, and remember the stretches: a system prompt that a thousand rollouts share, or the unchanged messages of a
+history that is rendered afresh, are tokenised once.
 """
 
 import re
+from collections import OrderedDict
+from threading import Lock
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 MARK = "\ufdd1"
+REMEMBERED_CHARACTERS = 32_000_000
+"""Most characters of stretches whose tokens are remembered (about 60 MB)."""
+FORGETTABLE = 16
+"""Shorter stretches are not worth it."""
 _MARKS = re.compile(MARK + "(" + MARK + "?)")
 
 
@@ -41,6 +52,14 @@ class Specials:
         }
         longest_first = sorted(self.texts, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._alone = {text: np.asarray([index], np.int32) for text, index in self.texts.items()}
+        self._separable = not any(
+            token.lstrip or token.rstrip or token.single_word or (token.normalized and tokenizer.normalizer is not None)
+            for token in tokenizer.get_added_tokens_decoder().values() if token.special
+        )
+        self._memory: OrderedDict[tuple[bool, str], np.ndarray] = OrderedDict()
+        self._characters = 0
+        self._lock = Lock()
 
     def occurs(self, text: str) -> bool:
         """Whether the text contains a special token's characters, or a mark."""
@@ -66,29 +85,52 @@ class Specials:
             return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
         return value
 
-    def encode_raw(self, text: str, *, add_special: bool = False) -> list[int]:
-        """Token ids of a text that nobody marked: whatever looks like a special token is one."""
-        return self.with_specials.encode(text, add_special_tokens=add_special).ids
+    def encode_raw(self, text: str, *, add_special: bool = False) -> np.ndarray:
+        """int32: token ids of a text that nobody marked: whatever looks like a special token is one."""
+        return np.asarray(self.with_specials.encode(text, add_special_tokens=add_special).ids, np.int32)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a rendered text; nothing is added at its ends."""
-        if MARK not in text:
-            return self.with_specials.encode(text, add_special_tokens=False).ids
-        ids: list[int] = []
-        plain = ""
-        start = 0
-        for found in self._pattern.finditer(text) if self._pattern else ():
-            ids, plain = self._add_stretch(ids, plain, text[start:found.start()])
-            plain += found[0]
-            start = found.end()
-        ids, plain = self._add_stretch(ids, plain, text[start:])
-        return ids + self._encode_plain(plain)
+    def encode(self, text: str) -> np.ndarray:
+        """int32: token ids of a rendered text; nothing is added at its ends."""
+        if self._pattern is None:
+            return self._encode_stretch("", text)
+        if not self._separable and MARK not in text:
+            return self.encode_raw(text)
+        parts: list[np.ndarray] = []
+        before, start = "", 0
+        for found in self._pattern.finditer(text):
+            if found.start() > start:
+                parts.append(self._remembered(before, text[start:found.start()]))
+            before, start = found[0], found.end()
+            parts.append(self._alone[before])
+        if start < len(text):
+            parts.append(self._remembered(before, text[start:]))
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
-    def _add_stretch(self, ids: list[int], plain: str, stretch: str) -> tuple[list[int], str]:
-        if MARK not in stretch:
-            return ids, plain + stretch
-        ids = ids + self._encode_plain(plain)
-        return ids + self.without_specials.encode(unmark(stretch), add_special_tokens=False).ids, ""
+    def _remembered(self, before: str, stretch: str) -> np.ndarray:
+        if len(stretch) < FORGETTABLE:
+            return self._encode_stretch(before, stretch)
+        key = (bool(before), stretch)
+        with self._lock:
+            known = self._memory.get(key)
+            if known is not None:
+                self._memory.move_to_end(key)
+                return known
+        ids = self._encode_stretch(before, stretch)
+        with self._lock:
+            if key not in self._memory:
+                self._characters += len(stretch)
+            self._memory[key] = ids
+            while self._characters > REMEMBERED_CHARACTERS:
+                (_, forgotten), _ = self._memory.popitem(last=False)
+                self._characters -= len(forgotten)
+        return ids
 
-    def _encode_plain(self, text: str) -> list[int]:
-        return self.with_specials.encode(text, add_special_tokens=False).ids if text else []
+    def _encode_stretch(self, before: str, stretch: str) -> np.ndarray:
+        """Tokens of a stretch without special tokens. `before` is the one in front of it: some tokenizers treat the
+        beginning of a text differently."""
+        if MARK in stretch:
+            ids = self.without_specials.encode(unmark(stretch), add_special_tokens=False).ids
+        else:
+            ids = self.with_specials.encode(before + stretch, add_special_tokens=False).ids
+            ids = ids[1:] if before else ids
+        return np.asarray(ids, np.int32)

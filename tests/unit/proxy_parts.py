@@ -180,7 +180,7 @@ class ScriptedEngine:
         said = self.say(request)
         if isinstance(said, str):
             cut = said.endswith("\\")
-            ids = self.codec.specials.encode(said[:-1] if cut else said)
+            ids = self.codec.specials.encode(said[:-1] if cut else said).tolist()
             ids = ids if cut else [*ids, self.codec.tokenizer.eos_token_id]
         else:
             ids, cut = list(said), said[-1:] != [self.codec.tokenizer.eos_token_id]

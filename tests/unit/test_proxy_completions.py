@@ -36,9 +36,9 @@ async def test_law2_texts_go_on_token_for_token(started):
 async def test_law2_token_ids_go_on(started):
     answers = iter(["One.", "Two.", "Else."])
     server, _, _, client = await started("chatml", lambda request: next(answers))
-    ids = codec_of("chatml").specials.encode_raw("count ")
+    ids = codec_of("chatml").specials.encode_raw("count ").tolist()
     await client.completions.create(model="policy", prompt=ids, max_tokens=50)
-    sampled = [*codec_of("chatml").specials.encode("One."), codec_of("chatml").tokenizer.eos_token_id]
+    sampled = [*codec_of("chatml").specials.encode("One.").tolist(), codec_of("chatml").tokenizer.eos_token_id]
     await client.completions.create(model="policy", prompt=[*ids, *sampled, 300], max_tokens=50)
     await client.completions.create(model="policy", prompt=[*ids, 301], max_tokens=50)
     one, two, three = await server.finish("r0")

@@ -66,7 +66,7 @@ class Rollout:
 
     def say(self, text: str) -> list[int]:
         """Sampled tokens of a text, end of turn included."""
-        return [*self.codec.specials.encode(text), self.codec.tokenizer.eos_token_id]
+        return [*self.codec.specials.encode(text).tolist(), self.codec.tokenizer.eos_token_id]
 
 
 def odd_tokens(codec, text: str, chance: random.Random) -> list[int]:
@@ -74,7 +74,7 @@ def odd_tokens(codec, text: str, chance: random.Random) -> list[int]:
     ids: list[int] = []
     while text:
         size = chance.randint(1, 6)
-        ids += codec.specials.encode(text[:size])
+        ids += codec.specials.encode(text[:size]).tolist()
         text = text[size:]
     return ids
 
@@ -166,9 +166,9 @@ def play(family: str, tools: bool, steps, asked: Rollout | None = None) -> Rollo
         request = asked.request(messages)
         rendered = codec.render(request, list(request.messages))
         if prompt.continues is None:
-            assert prompt.new_ids == codec.encode(rendered)
+            assert np.array_equal(prompt.new_ids, codec.encode(rendered))
         else:
-            new = codec.decode(prompt.new_ids)
+            new = codec.decode(prompt.new_ids.tolist())
             assert unmark(rendered).endswith(new.lstrip("\ufffd")) and new
     return asked
 
@@ -208,7 +208,7 @@ def test_law2_where_the_template_strips_reasoning_a_branch_begins():
     assert prompt.relation == "continued"  # reasoning stays while the tools work
     prompt, _ = asked.ask([*turn, second.message(), {"role": "user", "content": "More."}], asked.say("Well."))
     assert (prompt.relation, prompt.continues) == ("template_rewrote", None)
-    assert "hm" not in asked.codec.decode(prompt.new_ids)
+    assert "hm" not in asked.codec.decode(prompt.new_ids.tolist())
 
 
 def test_law2_a_harness_that_drops_reasoning_begins_a_branch_and_the_reason_is_named():
@@ -231,7 +231,7 @@ def test_special_tokens_in_contents_stay_text(family):
 
     def controls(conversation):
         request = asked.request(conversation)
-        ids = asked.codec.encode(asked.codec.render(request, list(request.messages)))
+        ids = asked.codec.encode(asked.codec.render(request, list(request.messages))).tolist()
         return [index for index in ids if index in specials.texts.values()], asked.codec.decode(ids)
 
     found, text = controls(messages)
@@ -245,9 +245,19 @@ def test_protected_text_comes_back(text):
     specials = codec_of("chatml").specials
     protected = specials.protect_text(text)
     assert unmark(protected) == text
-    ids = specials.encode(protected)
+    ids = specials.encode(protected).tolist()
     assert not set(ids) & set(specials.texts.values())
     assert codec_of("chatml").decode(ids) == text
+
+
+@SETTINGS
+@given(families, st.lists(st.one_of(texts, st.sampled_from(["<|im_start|>", "<|im_end|>", "<|eot_id|>", " a " * 20])),
+                          max_size=8).map("".join))
+def test_stretches_remembered_or_not_give_the_tokens_of_the_whole(family, text):
+    specials = codec_of(family).specials
+    text = text.replace("\ufdd1", "")
+    whole = specials.encode_raw(text).tolist()
+    assert specials.encode(text).tolist() == whole == specials.encode(text).tolist()
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -264,7 +274,7 @@ def test_a_fresh_prompt_is_what_vllm_itself_would_render(family):
         chat_template_content_format="auto", enable_auto_tools=True, tool_parser=FAMILIES[family][3],
     )
     _, inputs = asyncio.run(renderer.render_chat(request.model_copy(deep=True), skip_mm_cache=True))
-    assert codec.encode(codec.render(request, list(request.messages))) == inputs[0]["prompt_token_ids"]
+    assert codec.encode(codec.render(request, list(request.messages))).tolist() == inputs[0]["prompt_token_ids"]
 
 
 def test_relations_are_named():
@@ -288,13 +298,13 @@ def test_relations_are_named():
 
 def test_a_stop_string_that_was_sampled_begins_a_branch():
     asked = Rollout("chatml")
-    sampled = asked.codec.specials.encode("Hello STOP")
+    sampled = asked.codec.specials.encode("Hello STOP").tolist()
     _, answer = asked.ask([{"role": "user", "content": "x"}], sampled, "stop", stop_reason="STOP")
     assert answer.content == "Hello "
     prompt, _ = asked.ask([{"role": "user", "content": "x"}, answer.message(), {"role": "user", "content": "y"}],
                           asked.say("ok"))
     assert (prompt.relation, prompt.continues) == ("stop_string", None)
-    assert "STOP" not in asked.codec.decode(prompt.new_ids)
+    assert "STOP" not in asked.codec.decode(prompt.new_ids.tolist())
 
 
 def test_the_new_part_alone_is_tokenised_when_a_long_conversation_goes_on():
@@ -306,7 +316,7 @@ def test_the_new_part_alone_is_tokenised_when_a_long_conversation_goes_on():
     try:
         codec.specials.encode = lambda text: encoded.append(len(text)) or plain(text)
         for turn in range(60):
-            _, answer = asked.ask(messages, [*plain(tool_call(f"cat {turn}")), codec.tokenizer.eos_token_id])
+            _, answer = asked.ask(messages, [*plain(tool_call(f"cat {turn}")).tolist(), codec.tokenizer.eos_token_id])
             messages = [*messages, answer.message(), {"role": "tool", "tool_call_id": "c", "content": "line\n" * 20}]
     finally:
         codec.specials.encode = plain
