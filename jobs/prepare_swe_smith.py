@@ -1,21 +1,27 @@
 """Prepares coding tasks in SWE-smith's schema.
 
     python jobs/prepare_swe_smith.py files DATA.parquet ... --out DIR      the published data set, filtered and split
+    python jobs/prepare_swe_smith.py sdist --from-sdist inflection==0.5.1 --out DIR        made from packages with tests
 
-writes `train.jsonl`, `validation.jsonl`, `test.jsonl` (those that are not empty) and `report.json` with what was left
-out and why, and the SHA-256 of each split.
+Each writes `train.jsonl`, `validation.jsonl`, `test.jsonl` (those that are not empty) and `report.json` with what was
+left out and why, and the SHA-256 of each split. No repository, and no package, is in two splits.
 """
 
 import argparse
+import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_ray.config import ConfigError
+from lightning_ray.config import ConfigError, SandboxConfig
 from lightning_ray.run_directory import write_whole
-from lightning_ray.tasks import files, swe_smith
+from lightning_ray.sandbox import backend
+from lightning_ray.sandbox.base import Sandbox, SandboxSpec, SandboxUnavailable
+from lightning_ray.tasks import files, from_sdist, swe_smith
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,13 +45,23 @@ def _parser() -> argparse.ArgumentParser:
     published.add_argument("--snapshots", type=Path, metavar="FILE", help="branches that exist, one a line "
                            "(`git ls-remote --heads`); an instance without one is dropped")
     published.set_defaults(run=_files)
-    _sizes(published)
+    _sizes(published, validation=400)
+
+    made = commands.add_parser("sdist", help="make tasks from source packages that ship their tests")
+    made.add_argument("--from-sdist", action="append", required=True, metavar="NAME==VERSION", dest="packages",
+                      help="several times; packages without dependencies")
+    made.add_argument("--mutations", type=int, default=40, help="bugs that are tried in each package")
+    made.add_argument("--at-once", type=int, default=2, help="sandboxes at once")
+    made.add_argument("--suite-timeout", type=float, default=60, metavar="SECONDS")
+    made.add_argument("--cache", type=Path, default=Path("runs/sdists"), metavar="DIR", help="downloaded packages")
+    made.set_defaults(run=_sdists)
+    _sizes(made, validation=0)
     return parser
 
 
-def _sizes(parser: argparse.ArgumentParser) -> None:
+def _sizes(parser: argparse.ArgumentParser, validation: int) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--validation", type=int, default=400, help="instances (the reference recipe: 400)")
+    parser.add_argument("--validation", type=int, default=validation, help="instances (default: %(default)s)")
     parser.add_argument("--test", type=int, default=0, help="instances")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -70,6 +86,34 @@ def _rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
         read = files.parquet_rows if path.suffix == ".parquet" else files.jsonl_rows
         for place, row in read(path):
             yield f"{path}, {place}", row
+
+
+def _sdists(options: argparse.Namespace) -> None:
+    try:
+        make = backend.choose(SandboxConfig()).make
+    except SandboxUnavailable as error:
+        raise ConfigError(f"packages' tests are run in sandboxes only. {error}") from None
+    packages = [from_sdist.unpack(from_sdist.download(name, options.cache), name) for name in options.packages]
+    rows, read, dropped = asyncio.run(_made(packages, make, options))
+    if not rows:
+        raise ConfigError(f"--from-sdist: none of {read} bugs became a task ({dropped}). Take other packages, or more "
+                          "--mutations")
+    write_splits(rows, options, {"packages": options.packages, "read": read, "dropped": dropped})
+
+
+async def _made(packages: Sequence[from_sdist.Package], make: Callable[[SandboxSpec], Sandbox],
+                options: argparse.Namespace) -> tuple[list[dict[str, Any]], int, dict[str, int]]:
+    rows: list[dict[str, Any]] = []
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="sdists-") as directory:
+        maker = from_sdist.Maker(make, Path(directory), timeout_s=options.suite_timeout, at_once=options.at_once)
+        for package in packages:
+            made, outcomes = await maker.tasks(package, options.mutations, options.seed)
+            rows += made
+            counts += outcomes
+    read = counts.total()
+    del counts["valid"]
+    return rows, read, dict(counts)
 
 
 def write_splits(rows: Sequence[dict[str, Any]], options: argparse.Namespace, facts: dict[str, Any]) -> None:

@@ -1,0 +1,268 @@
+"""Coding tasks made on the spot from a Python package that ships its tests: real code, real tests, no hub.
+
+    package = unpack(download("inflection==0.5.1", cache), "inflection==0.5.1")
+    rows, report = await make_tasks(package, count=20, seed=0, ...)
+
+A bug is one mutation (`mutations.py`) of the package's source. It becomes a task when the suite tells it from the
+original: tests that pass stably before, of which some fail stably with it, and all pass again with the reverse patch.
+Test files are no part of the agent's workspace: they enter at grading (`grading.files`). The package's dependencies
+are not installed, so packages without any are what this is for.
+
+Mutations that become none are counted: `survived` (no test fails), `breaks_all` (no test passes), `timeout`, `flaky`,
+`not_cured`.
+"""
+
+import asyncio
+import difflib
+import hashlib
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lightning_ray.config import ConfigError
+from lightning_ray.sandbox.base import Limits, Sandbox, SandboxSpec
+from lightning_ray.tasks.base import Task
+from lightning_ray.tasks.mutations import Mutation, choose, mutations
+from lightning_ray.tasks.suite import SuiteRun, run_suite, runner_mounts
+from lightning_ray.tasks.workspaces import Workspaces
+
+REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9.!+_-]+)\Z")
+DOWNLOAD_TIMEOUT_S = 600
+FILE_BYTES = 500_000
+"""Larger files of a source package are left out of the workspace."""
+TEST_FILE = re.compile(r"(test_.*|.*_test|tests)\.py\Z")
+TEST_FOLDER = re.compile(r"tests?\Z")
+NO_SOURCE = re.compile(r"(setup|conftest|noxfile|conf)\.py\Z")
+NO_WORKSPACE = re.compile(r".*\.egg-info\Z|docs?\Z|\.git.*|\.tox\Z|__pycache__\Z|examples?\Z|PKG-INFO\Z")
+SLOW_TEST_S = 5.0
+
+STATEMENT = """\
+{package} {version} has a bug: {failing} of its {total} checks fail, all of which passed before. One of them:
+
+```
+{shown}
+```
+
+Find the cause in the source code and repair it there. Everything that works today must still work. The checks
+themselves are not in this directory, and they are correct.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    name: str
+    version: str
+    files: dict[str, str]
+    """What the agent sees."""
+    tests: dict[str, str]
+    """What enters at grading: test files and whatever lies beside them."""
+
+    @property
+    def suite(self) -> list[str]:
+        return sorted(name for name in self.tests if TEST_FILE.match(PurePosixPath(name).name))
+
+    @property
+    def conftest(self) -> bool:
+        return any(PurePosixPath(name).name == "conftest.py" for name in self.tests)
+
+    @property
+    def paths(self) -> list[str]:
+        """Folders for imports: the root, `src`, and those of the tests, which import their own helpers."""
+        return [".", "src", *sorted({str(PurePosixPath(name).parent) for name in self.suite} - {".", "src"})]
+
+    @property
+    def sources(self) -> list[str]:
+        return sorted(name for name in self.files if name.endswith(".py")
+                      and not NO_SOURCE.match(PurePosixPath(name).name))
+
+
+def download(requirement: str, directory: Path) -> Path:
+    """The source package, from the registry that `pip` is configured for; what is there already is used. Raises
+    `ConfigError` for a bad requirement or a download that failed."""
+    match = REQUIREMENT.match(requirement)
+    if match is None:
+        raise ConfigError(f"--from-sdist: {requirement!r} is not understood. Write NAME==VERSION")
+    place = directory / requirement
+    place.mkdir(parents=True, exist_ok=True)
+    if not (found := _archives(place)):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", match[1], "--dest",
+                   str(place), requirement]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"--from-sdist: {requirement} took over {DOWNLOAD_TIMEOUT_S} s to download. Is the "
+                              "package registry reachable?") from None
+        found = _archives(place)
+        if done.returncode or not found:
+            raise ConfigError(f"--from-sdist: pip could not download the source of {requirement}: "
+                              f"{' '.join(done.stderr.split())[-300:]}. Is it published as a source package, and is "
+                              "the registry reachable?")
+    return found[0]
+
+
+def _archives(directory: Path) -> list[Path]:
+    return sorted([*directory.glob("*.tar.gz"), *directory.glob("*.zip")])
+
+
+def unpack(archive: Path, requirement: str) -> Package:
+    """Reads an archive into memory (nothing of it is run or written). `ConfigError` where it ships no tests."""
+    name, _, version = requirement.partition("==")
+    files: dict[str, str] = {}
+    for path, content in _members(archive):
+        inside = PurePosixPath(path).parts[1:]
+        if not inside or ".." in inside or any(NO_WORKSPACE.match(part) for part in inside):
+            continue
+        try:
+            files["/".join(inside)] = content.decode()
+        except UnicodeDecodeError:
+            continue
+    tests = {path: text for path, text in files.items() if _is_test(path)}
+    package = Package(name, version, {path: text for path, text in files.items() if path not in tests}, tests)
+    if not package.suite:
+        raise ConfigError(f"--from-sdist: the source of {requirement} ships no test files. Take another package")
+    if not package.sources:
+        raise ConfigError(f"--from-sdist: the source of {requirement} holds no Python code. Take another package")
+    return package
+
+
+def _is_test(path: str) -> bool:
+    parts = PurePosixPath(path).parts
+    return bool(TEST_FILE.match(parts[-1]) or parts[-1] == "conftest.py"
+                or any(TEST_FOLDER.match(part) for part in parts[:-1]))
+
+
+def _members(archive: Path) -> Iterator[tuple[str, bytes]]:
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as zipped:
+            for item in zipped.infolist():
+                if not item.is_dir() and item.file_size <= FILE_BYTES:
+                    yield item.filename, zipped.read(item)
+        return
+    with tarfile.open(archive) as packed:
+        for item in packed:
+            if item.isreg() and item.size <= FILE_BYTES and (content := packed.extractfile(item)):
+                yield item.name, content.read()
+
+
+def bugs(package: Package, count: int, seed: int) -> list[tuple[str, Mutation]]:
+    """At most `count` (path, mutation), spread over the package's functions. Files that are no Python 3, or whose line
+    ends a patch would have to spell out, are left out."""
+    found: list[tuple[str, Mutation]] = []
+    for path in package.sources:
+        text = package.files[path]
+        if "\r" in text or not text.endswith("\n"):
+            continue
+        try:
+            found += [(path, mutation) for mutation in mutations(text)]
+        except SyntaxError:
+            continue
+    by_mutation = {Mutation(each.kind, f"{path}:{each.function}", each.line, each.start, each.end, each.text):
+                   (path, each) for path, each in found}
+    return [by_mutation[each] for each in choose(list(by_mutation), count, f"{package.name}/{seed}")]
+
+
+def git_patch(path: str, before: str, after: str) -> str:
+    """One file's change as git writes it. Both texts end with a newline."""
+    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}")
+    return f"diff --git a/{path} b/{path}\n" + "".join(lines)
+
+
+def stable(first: SuiteRun, second: SuiteRun) -> set[str]:
+    """Tests that passed twice and are not slow."""
+    both = first.passed() & second.passed()
+    return {name for name in both if max(first.seconds[name], second.seconds[name]) <= SLOW_TEST_S}
+
+
+def judge(good: set[str], first: SuiteRun, second: SuiteRun, cured: SuiteRun) -> tuple[list[str], list[str]] | str:
+    """FAIL_TO_PASS and PASS_TO_PASS of a bug from two runs with it and one with it reversed, or why it is no task.
+    A test that did not run counts as failed: the module may not even import."""
+    passes = [run.passed() & good for run in (first, second)]
+    failing, passing = good - passes[0] - passes[1], passes[0] & passes[1]
+    if not failing:
+        return "survived" if passes[0] == passes[1] == good else "flaky"
+    if not passing:
+        return "breaks_all"
+    if good - failing - passing:
+        return "flaky"
+    return (sorted(failing), sorted(passing)) if good <= cured.passed() else "not_cured"
+
+
+def statement(package: Package, failing: list[str], passing: list[str], run: SuiteRun) -> str:
+    """Shows failing behaviour. It names neither the place nor the change."""
+    shown = next((run.shown[name] for name in failing if run.shown.get(name)), "(the code cannot be imported)")
+    return STATEMENT.format(package=package.name, version=package.version, failing=len(failing),
+                            total=len(failing) + len(passing), shown=shown)
+
+
+class Maker:
+    """Validates bugs of packages in sandboxes, `at_once` at a time."""
+
+    def __init__(self, make: Callable[[SandboxSpec], Sandbox], root: Path, *, timeout_s: float = 60.0,
+                 at_once: int = 2):
+        self._make = make
+        self._workspaces = Workspaces(root)
+        self._timeout_s = timeout_s
+        self._places = asyncio.Semaphore(at_once)
+
+    async def tasks(self, package: Package, count: int, seed: int, say: Callable[[str], None] = print
+                    ) -> tuple[list[dict[str, Any]], Counter[str]]:
+        """Instances in SWE-smith's schema, and what became of the mutations. `ConfigError` where no test passes."""
+        runs = [await self._run(package, package.files) for _ in range(2)]
+        good = stable(*runs)
+        if not good:
+            raise ConfigError(f"--from-sdist: no test of {package.name}=={package.version} passes stably here. It may "
+                              f"need packages that are not installed: {' '.join(runs[0].output.split())[-300:]}")
+        say(f"{package.name}=={package.version}: {len(good)} of {len(runs[0].tests)} tests pass stably")
+        chosen = bugs(package, count, seed)
+        outcomes = await asyncio.gather(*(self._task(package, good, path, each) for path, each in chosen))
+        rows = [each for each in outcomes if isinstance(each, dict)]
+        counts = Counter("valid" if isinstance(each, dict) else each for each in outcomes)
+        say(f"{package.name}=={package.version}: {dict(counts)}")
+        return rows, counts
+
+    async def _task(self, package: Package, good: set[str], path: str, mutation: Mutation) -> dict[str, Any] | str:
+        before = package.files[path]
+        after = mutation.apply(before)
+        patch = git_patch(path, before, after)
+        broken = {**package.files, path: after}
+        first = await self._run(package, broken)
+        if not first.ended:
+            return "timeout"
+        if good <= first.passed():
+            return "survived"
+        second = await self._run(package, broken)
+        cured = await self._run(package, broken, reverse=patch)
+        found = judge(good, first, second, cured)
+        if isinstance(found, str):
+            return found
+        failing, passing = found
+        key = hashlib.sha256(patch.encode()).hexdigest()[:10]
+        return {
+            "instance_id": f"{package.name}-{package.version}.{mutation.kind}.{key}",
+            "repo": f"pypi/{package.name}", "patch": patch, "FAIL_TO_PASS": failing, "PASS_TO_PASS": passing,
+            "image_name": "", "problem_statement": statement(package, failing, passing, first), "files": broken,
+            "grader": "swe", "grading": {"files": package.tests, "paths": package.paths, "conftest": package.conftest},
+        }
+
+    async def _run(self, package: Package, files: dict[str, str], reverse: str = "") -> SuiteRun:
+        """One run of the suite over these files, after the reverse of a patch where one is given."""
+        async with self._places:
+            task = Task(instance_id=package.name, problem_statement="validation", files=files)
+            workspace = await asyncio.to_thread(self._workspaces.prepare, task)
+            sandbox = self._make(SandboxSpec(f"validate.{package.name}", workspace, Limits(), runner_mounts()))
+            await sandbox.start()
+            try:
+                if reverse:
+                    await sandbox.exec("git apply -R -", timeout_s=30, stdin=reverse.encode())
+                await sandbox.put({name: text.encode() for name, text in package.tests.items()})
+                return await run_suite(sandbox, package.suite, conftest=package.conftest, paths=package.paths,
+                                       timeout_s=self._timeout_s)
+            finally:
+                await sandbox.stop()
