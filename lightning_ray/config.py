@@ -259,6 +259,10 @@ class ScheduleConfig(Part):
     """Equal to groups_per_step: synchronous. More: unfinished groups carry over."""
     max_staleness: int = Field(default=2, ge=0)
     """Policy versions between the oldest token of a group and the learner; older groups are dropped whole."""
+    on_update: Literal["continue", "drain"] = "continue"
+    """What happens to requests in flight when the policy is updated. `continue`: they are frozen, and go on with the
+    new weights from the tokens that they have. `drain`: they are finished first, while new ones wait inside the
+    generators; one long generation then idles all. For comparison with schemes that work so."""
 
     @model_validator(mode="after")
     def enough_in_flight(self) -> Self:

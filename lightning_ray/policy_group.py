@@ -81,12 +81,14 @@ class PolicyGroup:
     def update(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """One step of learning, published: all samples trained once, the generators on the new weights.
 
-        Returns the learner's metrics, and seconds: `learn_s`, `publish_s`, and `pause_s` (from freeze to thaw, what a
+        Returns the learner's metrics, and seconds: `freeze_s` (with `schedule.on_update: drain` the time in which the
+        requests in flight are finished), `learn_s`, `publish_s`, and `pause_s` (from freeze to thaw, what a
         running generation sees); `weights_bytes`; `weights_verified` (1.0 where each generator's weights were compared
         with those sent, value for value). A step that could not be learned from leaves the generators as they were.
         """
         clock = _Clock()
-        self._freeze()
+        with clock.measure("freeze_s"):
+            self._freeze()
         try:
             with self._phases.step("learn"), clock.measure("learn_s"):
                 metrics = self._learners_do("step", ray.put(list(samples)), self.version)[0]
@@ -134,6 +136,8 @@ class PolicyGroup:
 
     def _freeze(self) -> None:
         with self._phases.step("freeze"):
+            if self._config.schedule.on_update == "drain":
+                self._generators_do("drain")
             self._generators_do("freeze")
 
     def _publish(self, version: int) -> list[dict[str, Any]]:

@@ -31,6 +31,8 @@ from lightning_ray.generator.engine import sampled_logprobs, sampling_params, st
 from lightning_ray.generator.request import GenerateRequest, Generation, Progress, versions_of
 
 NOT_STARTED = "the generator has not been started: call ready() first"
+DRAIN_LOOK_S = 0.01
+"""How often a draining generator looks whether its engine is done."""
 ENGINE_STOP_S = 1.0
 """How long the engine's process may take to end by itself."""
 
@@ -166,6 +168,17 @@ class GeneratorWorker:
             flight.progress.cancel()
             flight.cancelled.set()
             await self._take_back(lambda some: some is flight and some.with_engine)
+
+    @ray.method(concurrency_group="control")
+    async def drain(self) -> None:
+        """Finish what the engine has, however long it takes. Requests that arrive from now on wait here until `thaw`,
+        as they do while frozen. Idempotent."""
+        await self._on_engine_loop(self._drain())
+
+    async def _drain(self) -> None:
+        self._open.clear()
+        while any(flight.with_engine for flight in self._flights.values()):
+            await asyncio.sleep(DRAIN_LOOK_S)
 
     @ray.method(concurrency_group="control")
     async def freeze(self) -> None:
