@@ -4,14 +4,15 @@ A group is held from its start until it is taken for an update or dropped. At mo
 held; `take` gives `groups_per_step` complete ones, the oldest start first, so that short rollouts are not favoured
 and carried-over groups go before new ones. `groups_in_flight == groups_per_step` is the synchronous schedule.
 
-A group leaves without being trained, whole, for one of two reasons: `stale` (a token older than `max_staleness`
-policy versions) or `infra_failed` (a member that could not be run, retries included). Its task is to be queued
-again in the first case.
+A group leaves without being trained, whole, for one of three reasons: `stale` (a token older than `max_staleness`
+policy versions; its task is to be queued again), `infra_failed` (a member that could not be run, retries included), or
+`resampled` (all rewards equal; at most `resample` groups for each `take`, so that a step fills at last).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_ray.trajectory.advantages import zero_variance
 from lightning_ray.trajectory.call import Trajectory
 
 
@@ -23,6 +24,12 @@ class Group:
     task_id: str
     rollout_ids: tuple[str, ...]
     members: dict[str, Trajectory] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, members: Sequence[Trajectory]) -> "Group":
+        """A complete group of these rollouts, in this order."""
+        by_id = {member.rollout_id: member for member in members}
+        return cls(members[0].group_id, members[0].task_id, tuple(by_id), by_id)
 
     @property
     def complete(self) -> bool:
@@ -51,18 +58,20 @@ class Dropped:
 
     group: Group
     reason: str
-    """`stale` or `infra_failed`."""
+    """`stale`, `infra_failed` or `resampled`."""
 
 
 class GroupBuffer:
     """Holds the groups of a run. Every trajectory that goes in comes out exactly once: taken or dropped."""
 
-    def __init__(self, *, groups_per_step: int, groups_in_flight: int, max_staleness: int):
+    def __init__(self, *, groups_per_step: int, groups_in_flight: int, max_staleness: int, resample: int = 0):
         if groups_in_flight < groups_per_step:
             raise ValueError(f"groups_in_flight {groups_in_flight} < groups_per_step {groups_per_step}")
         self.groups_per_step = groups_per_step
         self.groups_in_flight = groups_in_flight
         self.max_staleness = max_staleness
+        self.resample = resample
+        self._resampled = 0
         self._held: dict[str, Group] = {}
         self._group_of: dict[str, str] = {}
 
@@ -81,6 +90,11 @@ class GroupBuffer:
         """Complete groups, the oldest start first."""
         return [group for group in self.held if group.complete]
 
+    def restore(self, groups: Sequence[Group]) -> None:
+        """Complete groups of an earlier process, before anything is started; the oldest start first."""
+        for group in groups:
+            self._held[group.group_id] = group
+
     def start(self, group_id: str, task_id: str, rollout_ids: Sequence[str]) -> None:
         """A group was submitted. Raises ValueError where there is no vacancy or an id is known already."""
         if not self.vacancies:
@@ -96,7 +110,7 @@ class GroupBuffer:
         group.members[trajectory.rollout_id] = trajectory
 
     def drop_unusable(self, version: int) -> list[Dropped]:
-        """Removes complete groups that can never be trained at policy version `version` and gives them back."""
+        """Removes complete groups that are not to be trained at policy version `version` and gives them back."""
         dropped = []
         for group in self.complete:
             oldest = group.oldest_version()
@@ -104,6 +118,9 @@ class GroupBuffer:
                 dropped.append(Dropped(group, "infra_failed"))
             elif oldest is not None and version - oldest > self.max_staleness:
                 dropped.append(Dropped(group, "stale"))
+            elif self._resampled < self.resample and zero_variance([each.reward for each in group.trajectories]):
+                dropped.append(Dropped(group, "resampled"))
+                self._resampled += 1
         for drop in dropped:
             del self._held[drop.group.group_id]
         return dropped
@@ -113,6 +130,7 @@ class GroupBuffer:
         complete = self.complete
         if len(complete) < self.groups_per_step:
             return None
+        self._resampled = 0
         taken = complete[: self.groups_per_step]
         for group in taken:
             del self._held[group.group_id]

@@ -1,18 +1,23 @@
-"""Checkpoints of a run: the policy and its optimizer (written by the learner), and the state of the loop.
+"""Checkpoints of a run: the policy and its optimizer (written by the learner), the state of the loop, and complete
+groups that wait for a later step.
 
 A checkpoint is written beside its final name and renamed when it is complete, so that one that exists can be trusted.
 """
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from lightning_ray.buffer import Group
 from lightning_ray.config import ConfigError
 from lightning_ray.run_directory import RunDirectory
+from lightning_ray.trajectory.archive import group_trajectories, read_rollouts, write_rollouts
+
+CARRIED = "carried.parquet"
 
 
 class LoopState(BaseModel):
@@ -33,14 +38,19 @@ class LoopState(BaseModel):
     heldout_before: dict[str, Any] | None = None
 
 
-def save(run: RunDirectory, state: LoopState, save_policy: Callable[[Path], None], *, keep: int) -> Path:
-    """Writes the checkpoint of `state.step`, then removes all but the last `keep`."""
+def save(run: RunDirectory, state: LoopState, save_policy: Callable[[Path], None], *, keep: int,
+         carried: Sequence[Group] = (), max_tokens: int = 0) -> Path:
+    """Writes the checkpoint of `state.step`, then removes all but the last `keep`. `carried`: complete groups that no
+    step has taken yet; `max_tokens` as for `write_rollouts`."""
     final = run.checkpoint(state.step)
     partial = final.with_suffix(".partial")
     for leftover in (partial, final):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
     save_policy(partial)
+    if carried:
+        members = [member for group in carried for member in group.trajectories]
+        write_rollouts(partial / CARRIED, members, max_tokens=max_tokens)
     (partial / "state.json").write_text(state.model_dump_json(indent=1))
     partial.rename(final)
     for old in run.complete_checkpoints()[:-keep]:
@@ -54,3 +64,10 @@ def last(run: RunDirectory) -> tuple[Path, LoopState]:
     if not found:
         raise ConfigError(f"--resume: {run.root} has no complete checkpoint. Start the run afresh")
     return found[-1], LoopState(**json.loads((found[-1] / "state.json").read_text()))
+
+
+def carried(checkpoint: Path) -> list[Group]:
+    """The complete groups that were saved with a checkpoint, the oldest start first."""
+    if not (checkpoint / CARRIED).exists():
+        return []
+    return [Group.of(members) for members in group_trajectories(read_rollouts(checkpoint / CARRIED))]

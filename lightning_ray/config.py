@@ -259,6 +259,9 @@ class ScheduleConfig(Part):
     """Equal to groups_per_step: synchronous. More: unfinished groups carry over."""
     max_staleness: int = Field(default=2, ge=0)
     """Policy versions between the oldest token of a group and the learner; older groups are dropped whole."""
+    resample_zero_variance: int = Field(default=0, ge=0)
+    """So many groups of a step at most are replaced by other tasks where all their rewards are equal (counted as
+    `resampled`)."""
     on_update: Literal["continue", "drain"] = "continue"
     """What happens to requests in flight when the policy is updated. `continue`: they are frozen, and go on with the
     new weights from the tokens that they have. `drain`: they are finished first, while new ones wait inside the

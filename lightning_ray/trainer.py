@@ -121,7 +121,9 @@ class Trainer:
         self.progress.phase("starting proxies and runners")
         self.fleet = Fleet.start(self.config, self.run, str(self._model_dir), self.policy.generators)
         self.buffer = GroupBuffer(groups_per_step=schedule.groups_per_step, groups_in_flight=schedule.groups_in_flight,
-                                  max_staleness=schedule.max_staleness)
+                                  max_staleness=schedule.max_staleness, resample=schedule.resample_zero_variance)
+        if self._restore_from is not None:
+            self.buffer.restore(checkpoint.carried(self._restore_from))
         self._broken_in_a_row = 0
         self._checked = time.monotonic()
 
@@ -146,7 +148,7 @@ class Trainer:
             update=update, wall_s=self._wall(), generate_s=generated - started,
             heldout_pass_rate=heldout["rate"] if heldout else None)
         self.state.tokens_sampled += metrics["tokens_sampled"]
-        self.records.step(metrics, groups, dropped)
+        self.records.step(metrics, groups, dropped, batch.silent)
         self.progress.step(metrics)
         if number % self.config.run.checkpoint_every == 0 or number == self.config.run.steps:
             self._save()
@@ -189,6 +191,7 @@ class Trainer:
     def _account_for(self, drop: Dropped) -> None:
         if drop.reason == "stale":
             self.stream.requeue(drop.group.task_id)
+        if drop.reason != "infra_failed":
             return
         self._broken_in_a_row += 1
         failed = next(member for member in drop.group.trajectories if member.end == "infra_failed")
@@ -265,11 +268,12 @@ class Trainer:
         self.state.cursor, self.state.requeued = self.stream.cursor, self._unfinished() + self.stream.requeued
         self.state.wall_s = self._wall()
         checkpoint.save(self.run, self.state, lambda path: self.policy.save(path / "policy"),
-                        keep=self.config.run.checkpoints_kept)
+                        keep=self.config.run.checkpoints_kept, carried=self.buffer.complete,
+                        max_tokens=self.config.policy.max_context)
 
     def _unfinished(self) -> list[str]:
-        """Tasks of groups that are held: a resumed run starts them again."""
-        return [group.task_id for group in self.buffer.held]
+        """Tasks of groups that still run: a resumed run starts them again."""
+        return [group.task_id for group in self.buffer.held if not group.complete]
 
     def _wall(self) -> float:
         return self._wall_before + time.monotonic() - self._began

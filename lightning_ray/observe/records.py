@@ -3,7 +3,7 @@
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,7 +12,6 @@ from lightning_ray.checkpoint import LoopState
 from lightning_ray.config import Config
 from lightning_ray.observe.curve import draw_curve
 from lightning_ray.run_directory import STEP_NAME, RunDirectory, write_whole
-from lightning_ray.trajectory.advantages import zero_variance
 from lightning_ray.trajectory.archive import write_rollouts
 from lightning_ray.trajectory.call import Trajectory
 
@@ -28,7 +27,9 @@ class Records:
         self.run, self.config = run, config
         self._board = SummaryWriter(str(run.tensorboard))
 
-    def step(self, metrics: dict[str, Any], groups: Sequence[Group], dropped: Sequence[Dropped]) -> None:
+    def step(self, metrics: dict[str, Any], groups: Sequence[Group], dropped: Sequence[Dropped],
+             silent: Set[str]) -> None:
+        """`silent`: rollouts of `groups` that train nothing, since there is nothing to compare them with."""
         self.run.append_metrics(metrics)
         for key, value in metrics.items():
             if isinstance(value, int | float):
@@ -37,8 +38,7 @@ class Records:
                 for reason, tokens in value.items():
                     self._board.add_scalar(f"{key}/{reason}", tokens, metrics["step"])
         members = [member for group in groups for member in group.trajectories]
-        why = {member.rollout_id: "zero_variance" for group in groups
-               if zero_variance([each.reward for each in group.trajectories]) for member in group.trajectories}
+        why = dict.fromkeys(silent, "zero_variance")
         for drop in dropped:
             members += drop.group.trajectories
             why |= dict.fromkeys(drop.group.rollout_ids, drop.reason)

@@ -1,14 +1,14 @@
-"""Advantages of rollouts, computed over the whole group before anything is dropped (law 5).
+"""Advantages of rollouts, computed over whole groups before anything is dropped (law 5).
 
-A reward is a float, one for each rollout of the group that has a valid one; the answer has the same length and
-order.
+A reward is a float, one for each rollout of the group, all of them valid; the answer has the same length and order.
+`step_advantages` takes the rewards of all groups of a step, since one estimator compares over the whole step.
 """
 
 from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 from typing import Literal
 
-AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce++"]
 
 STD_FLOOR = 1e-6
 """Below this spread all rewards of a group count as equal: there is nothing to compare."""
@@ -38,11 +38,30 @@ def rloo(rewards: Sequence[float]) -> list[float]:
     return [reward - (total - reward) / (count - 1) for reward in rewards]
 
 
-ADVANTAGES: dict[AdvantageName, Callable[[Sequence[float]], list[float]]] = {
+WITHIN_GROUP: dict[AdvantageName, Callable[[Sequence[float]], list[float]]] = {
     "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo,
 }
 
 
+def step_advantages(name: AdvantageName, groups: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Of each rollout of each group.
+
+    `reinforce++` compares with all rollouts of the step: (r_i - mean) / std over the step, population std. REINFORCE++
+    (arXiv 2501.03262), normalisation over the global batch. On one step it is `grpo` of one large group.
+    """
+    if name != "reinforce++":
+        return [WITHIN_GROUP[name](rewards) for rewards in groups]
+    values = iter(grpo([reward for rewards in groups for reward in rewards]))
+    return [[next(values) for _ in rewards] for rewards in groups]
+
+
+def silent_groups(name: AdvantageName, groups: Sequence[Sequence[float]]) -> list[bool]:
+    """For each group whether it trains nothing, because all rewards that it is compared with are equal."""
+    if name != "reinforce++":
+        return [zero_variance(rewards) for rewards in groups]
+    return [zero_variance([reward for rewards in groups for reward in rewards])] * len(groups)
+
+
 def zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether the group compares nothing: all rewards equal. It trains nothing and is counted."""
+    """Whether all rewards are equal, so that there is nothing to compare."""
     return pstdev(rewards) < STD_FLOOR

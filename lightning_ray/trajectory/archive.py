@@ -29,6 +29,8 @@ ROLLOUT = pa.schema([
     ("timings", pa.string()), ("notes", pa.string()),
 ])
 SCHEMA = pa.schema([*ROLLOUT, *CALL])
+SILENT = "zero_variance"
+"""Why a rollout that is part of a step trains nothing; every other reason drops it before."""
 
 
 def write_rollouts(
@@ -58,6 +60,22 @@ def read_rollouts(path: Path) -> list[Trajectory]:
         if row["call"] is not None:
             trajectory.calls.append(_call(row))
     return list(found.values())
+
+
+def trained_rollouts(path: Path) -> list[Trajectory]:
+    """Those of a step's file that went into the step's update: all but groups that were dropped whole. Groups whose
+    rewards are equal count in the step and are there, unless they were replaced by others."""
+    found = pq.read_table(path, columns=["rollout_id", "dropped"]).to_pydict()
+    dropped = dict(zip(found["rollout_id"], found["dropped"], strict=True))
+    return [trajectory for trajectory in read_rollouts(path) if dropped[trajectory.rollout_id] in (None, SILENT)]
+
+
+def group_trajectories(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """By group, in the order of their first members."""
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    return list(groups.values())
 
 
 def _rows(trajectory: Trajectory, max_tokens: int, dropped: str | None) -> list[dict]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_ray.trajectory.advantages import ADVANTAGES, AdvantageName, zero_variance
+from lightning_ray.trajectory.advantages import AdvantageName, silent_groups, step_advantages
 from lightning_ray.trajectory.branches import branches
 from lightning_ray.trajectory.call import Call, Trajectory
 from lightning_ray.trajectory.ledger import Ledger
@@ -55,6 +55,8 @@ class StepBatch:
     branches: int
     """Over all rollouts of the step."""
     rollouts: int
+    silent: frozenset[str]
+    """Rollouts (ids) that train nothing because all rewards that they are compared with are equal."""
 
 
 def call_mask(call: Call, max_tokens: int) -> np.ndarray:
@@ -120,17 +122,17 @@ def step_batch(
     samples: list[Sample] = []
     ledgers: dict[str, Ledger] = {}
     branch_count = rollout = 0
-    for group in groups:
-        rewards = [trajectory.reward for trajectory in group]
-        silent = zero_variance(rewards)
-        for trajectory, value in zip(group, ADVANTAGES[advantage](rewards), strict=True):
+    rewards = [[trajectory.reward for trajectory in group] for group in groups]
+    values, silent = step_advantages(advantage, rewards), silent_groups(advantage, rewards)
+    for group, group_values, group_silent in zip(groups, values, silent, strict=True):
+        for trajectory, value in zip(group, group_values, strict=True):
             if trajectory.end == "infra_failed":
                 raise ValueError(f"rollout {trajectory.rollout_id} is infra_failed: it has no valid reward")
             if trajectory.rollout_id in ledgers:
                 raise ValueError(f"rollout {trajectory.rollout_id} appears twice in one step")
             made, ledger, count = rollout_samples(
                 trajectory, advantage=value, rollout=rollout, max_tokens=max_tokens)
-            if silent:
+            if group_silent:
                 ledger = dropped_whole(trajectory, "zero_variance")
             else:
                 samples += made
@@ -139,7 +141,9 @@ def step_batch(
             rollout += 1
     total = sum(ledgers.values(), Ledger())
     total.check("step")
-    return StepBatch(_weighted(samples, normalise, rollout), total, ledgers, branch_count, rollout)
+    quiet = frozenset(trajectory.rollout_id for group, is_silent in zip(groups, silent, strict=True) if is_silent
+                      for trajectory in group)
+    return StepBatch(_weighted(samples, normalise, rollout), total, ledgers, branch_count, rollout, quiet)
 
 
 def _weighted(samples: list[Sample], normalise: Normalise, rollouts: int) -> list[Sample]:

@@ -64,6 +64,22 @@ def test_a_group_with_a_failure_of_ours_is_not_compared():
     assert [drop.reason for drop in buffer.drop_unusable(version=0)] == ["infra_failed"]
 
 
+def test_groups_that_compare_nothing_are_replaced_up_to_a_bound():
+    buffer = GroupBuffer(groups_per_step=2, groups_in_flight=2, max_staleness=2, resample=1)
+    for name in "ab":
+        start(buffer, name)
+        finish(buffer, f"{name}/0"), finish(buffer, f"{name}/1")
+    (drop,) = buffer.drop_unusable(version=0)
+    assert (drop.reason, drop.group.group_id, buffer.vacancies) == ("resampled", "a", 1)
+    start(buffer, "c")
+    finish(buffer, "c/0"), finish(buffer, "c/1")
+    assert buffer.drop_unusable(version=0) == [], "one a step, else a step might never fill"
+    assert [group.group_id for group in buffer.take()] == ["b", "c"]
+    start(buffer, "d")
+    finish(buffer, "d/0"), finish(buffer, "d/1")
+    assert [each.reason for each in buffer.drop_unusable(version=0)] == ["resampled"]
+
+
 def test_a_rollout_ends_once():
     buffer = GroupBuffer(groups_per_step=1, groups_in_flight=1, max_staleness=0)
     start(buffer, "a")

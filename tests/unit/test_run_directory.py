@@ -5,9 +5,11 @@ import json
 import pytest
 
 from lightning_ray import checkpoint
+from lightning_ray.buffer import GroupBuffer
 from lightning_ray.checkpoint import LoopState
 from lightning_ray.config import Config, ConfigError, RunConfig
 from lightning_ray.run_directory import RunDirectory
+from tests.unit.trajectories import make_call, make_trajectory
 
 
 @pytest.fixture
@@ -75,3 +77,26 @@ def test_what_was_recorded_after_the_checkpoint_is_forgotten(run):
 def test_metrics_are_on_disk_at_once(run):
     run.append_metrics({"step": 1, "tokens_dropped": {"stale": 2}})
     assert json.loads(run.metrics_file.read_text()) == {"step": 1, "tokens_dropped": {"stale": 2}}
+
+
+def test_complete_groups_that_wait_are_kept_with_a_checkpoint_and_go_first(tmp_path):
+    run = RunDirectory.create(Config(run={"dir": tmp_path}))
+    buffer = GroupBuffer(groups_per_step=1, groups_in_flight=3, max_staleness=9)
+    for name in "abc":
+        buffer.start(name, f"task {name}", [f"{name}/0", f"{name}/1"])
+    for rollout_id in ("b/1", "b/0", "c/0", "c/1", "a/1"):
+        call = make_call(0, [1, 2], [3, 4], version=3)
+        buffer.finish(make_trajectory([call], rollout_id=rollout_id, group_id=rollout_id[0], reward=0.5))
+    path = checkpoint.save(run, LoopState(step=1), lambda _: None, keep=1, carried=buffer.complete, max_tokens=9)
+    resumed = GroupBuffer(groups_per_step=1, groups_in_flight=3, max_staleness=9)
+    resumed.restore(checkpoint.carried(path))
+    assert resumed.vacancies == 1, "the group that still ran is started again"
+    (group,) = resumed.take()
+    assert (group.group_id, group.rollout_ids, group.oldest_version()) == ("b", ("b/0", "b/1"), 3)
+    assert [member.reward for member in group.trajectories] == [0.5, 0.5]
+    assert [group.group_id for group in resumed.take()] == ["c"]
+
+
+def test_a_checkpoint_without_waiting_groups_has_none(tmp_path):
+    run = RunDirectory.create(Config(run={"dir": tmp_path}))
+    assert checkpoint.carried(checkpoint.save(run, LoopState(step=1), lambda _: None, keep=1)) == []
