@@ -24,12 +24,24 @@ class Group:
     task_id: str
     rollout_ids: tuple[str, ...]
     members: dict[str, Trajectory] = field(default_factory=dict)
+    oldest_version: int | None = None
+    """The policy version of the oldest token so far that could be trained; None where there is none."""
 
     @classmethod
     def of(cls, members: Sequence[Trajectory]) -> "Group":
         """A complete group of these rollouts, in this order."""
-        by_id = {member.rollout_id: member for member in members}
-        return cls(members[0].group_id, members[0].task_id, tuple(by_id), by_id)
+        group = cls(members[0].group_id, members[0].task_id, tuple(member.rollout_id for member in members))
+        for member in members:
+            group.add(member)
+        return group
+
+    def add(self, member: Trajectory) -> None:
+        """A rollout of the group ended."""
+        self.members[member.rollout_id] = member
+        versions = [int(call.versions.min()) for call in member.calls if call.masked is None and len(call.versions)]
+        if self.oldest_version is not None:
+            versions.append(self.oldest_version)
+        self.oldest_version = min(versions, default=None)
 
     @property
     def complete(self) -> bool:
@@ -44,12 +56,6 @@ class Group:
     def trajectories(self) -> list[Trajectory]:
         """In the order of `rollout_ids`, whatever the order in which they ended (law 9)."""
         return [self.members[rollout_id] for rollout_id in self.rollout_ids]
-
-    def oldest_version(self) -> int | None:
-        """The policy version of the oldest token that could be trained; None where there is none."""
-        versions = [int(call.versions.min()) for member in self.members.values() for call in member.calls
-                    if call.masked is None and len(call.versions)]
-        return min(versions, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +113,13 @@ class GroupBuffer:
     def finish(self, trajectory: Trajectory) -> None:
         """A rollout ended. Raises KeyError for one that is not awaited (unknown, or ended before)."""
         group = self._held[self._group_of.pop(trajectory.rollout_id)]
-        group.members[trajectory.rollout_id] = trajectory
+        group.add(trajectory)
 
     def drop_unusable(self, version: int) -> list[Dropped]:
         """Removes complete groups that are not to be trained at policy version `version` and gives them back."""
         dropped = []
         for group in self.complete:
-            oldest = group.oldest_version()
+            oldest = group.oldest_version
             if group.broken:
                 dropped.append(Dropped(group, "infra_failed"))
             elif oldest is not None and version - oldest > self.max_staleness:

@@ -125,7 +125,7 @@ class BufferMachine(RuleBasedStateMachine):
         if taken:
             assert [group.group_id for group in taken] == complete[:2]
             for group in taken:
-                oldest = group.oldest_version()
+                oldest = group.oldest_version
                 assert not group.broken and (oldest is None or self.version - oldest <= 1)
             self.out += taken
             self.version += 1

@@ -92,7 +92,7 @@ def test_complete_groups_that_wait_are_kept_with_a_checkpoint_and_go_first(tmp_p
     resumed.restore(checkpoint.carried(path))
     assert resumed.vacancies == 1, "the group that still ran is started again"
     (group,) = resumed.take()
-    assert (group.group_id, group.rollout_ids, group.oldest_version()) == ("b", ("b/0", "b/1"), 3)
+    assert (group.group_id, group.rollout_ids, group.oldest_version) == ("b", ("b/0", "b/1"), 3)
     assert [member.reward for member in group.trajectories] == [0.5, 0.5]
     assert [group.group_id for group in resumed.take()] == ["c"]
 
