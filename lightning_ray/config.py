@@ -262,6 +262,9 @@ class ScheduleConfig(Part):
     resample_zero_variance: int = Field(default=0, ge=0)
     """So many groups of a step at most are replaced by other tasks where all their rewards are equal (counted as
     `resampled`)."""
+    admission: Literal["all", "pressure"] = "all"
+    """`all`: every rollout of the groups in flight runs, as far as the runners have places. `pressure`: how many run at
+    once follows the generators' KV cache and queues, from one group's up to all."""
     on_update: Literal["continue", "drain"] = "continue"
     """What happens to requests in flight when the policy is updated. `continue`: they are frozen, and go on with the
     new weights from the tokens that they have. `drain`: they are finished first, while new ones wait inside the

@@ -7,6 +7,7 @@ number of times, under the same id.
 """
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -44,6 +45,9 @@ class Fleet:
     facts: dict = field(default_factory=dict)
     _pending: dict[ray.ObjectRef, tuple[RolloutSpec, int, int]] = field(default_factory=dict)
     """Reference -> (rollout, runner, attempts so far)."""
+    _limit: int | None = None
+    _queue: deque[RolloutSpec] = field(default_factory=deque)
+    """Submitted, and beyond the limit."""
 
     @classmethod
     def start(cls, config: Config, run: RunDirectory, model_dir: str, generators: Sequence[ActorHandle]) -> "Fleet":
@@ -70,8 +74,18 @@ class Fleet:
         return len(self._pending)
 
     def submit(self, spec: RolloutSpec) -> None:
-        """To the runner that holds the fewest rollouts."""
-        self._submit(spec, attempts=0)
+        """To the runner that holds the fewest rollouts, in its turn where the limit is reached."""
+        self._queue.append(spec)
+        self._start_queued()
+
+    def admit(self, limit: int) -> None:
+        """At most so many rollouts (at least 1) run at once from now on. None is stopped that runs already."""
+        self._limit = limit
+        self._start_queued()
+
+    def _start_queued(self) -> None:
+        while self._queue and (self._limit is None or len(self._pending) < self._limit):
+            self._submit(self._queue.popleft(), attempts=0)
 
     def ended(self) -> list[Trajectory]:
         """Rollouts that ended since the last call; waits a moment where there is none yet."""
@@ -80,7 +94,9 @@ class Fleet:
         ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=WAIT_S)
         if ready and len(self._pending) > 1:
             ready, _ = ray.wait(list(self._pending), num_returns=min(len(self._pending), WAIT_AT_ONCE), timeout=0)
-        return [trajectory for ref in ready if (trajectory := self._take(ref)) is not None]
+        ended = [trajectory for ref in ready if (trajectory := self._take(ref)) is not None]
+        self._start_queued()
+        return ended
 
     def run(self, specs: Sequence[RolloutSpec]) -> Iterator[Trajectory]:
         """Runs all of `specs`, hands over their trajectories as they end. Nothing else may be pending."""
@@ -92,6 +108,7 @@ class Fleet:
     def stop(self) -> None:
         """Ends every rollout and every process of the runners."""
         self._pending.clear()
+        self._queue.clear()
         for runner in self.runners:
             try:
                 ray.get(runner.stop.remote(), timeout=30)

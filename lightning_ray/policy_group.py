@@ -101,9 +101,10 @@ class PolicyGroup:
         return {**metrics, **clock.seconds, "pause_s": clock.total(), "weights_bytes": reports[0]["bytes"],
                 "weights_verified": float(all(report["verified"] for report in reports))}
 
-    def check(self) -> None:
-        """Raises `PartDied` where a generator is gone or its engine is: requests would wait for it for ever."""
-        self._generators_do("health")
+    def check(self) -> list[dict[str, Any]]:
+        """The generators' `health`. Raises `PartDied` where one is gone or its engine is: requests would wait for it
+        for ever."""
+        return self._generators_do("health")
 
     def save(self, directory: Path) -> None:
         """What `load` needs to go on: the learner's weights, optimizer and progress."""

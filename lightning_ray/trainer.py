@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ray import checkpoint
+from lightning_ray.admission import Admission, Pressure
 from lightning_ray.buffer import Dropped, Group, GroupBuffer
 from lightning_ray.config import Config
 from lightning_ray.fleet import Fleet
@@ -40,7 +41,7 @@ from lightning_ray.trajectory.samples import step_batch
 BROKEN_GROUPS_LIMIT = 3
 """The run stops when this many times `groups_per_step` groups in a row could not be run: it is not bad luck."""
 CHECK_EVERY_S = 10.0
-"""Seconds between looks whether the generators are alive."""
+"""Seconds between looks at the generators: whether they are alive, and how much they have to do."""
 
 
 class RunFailed(RuntimeError):
@@ -124,6 +125,10 @@ class Trainer:
                                   max_staleness=schedule.max_staleness, resample=schedule.resample_zero_variance)
         if self._restore_from is not None:
             self.buffer.restore(checkpoint.carried(self._restore_from))
+        self._admission = None
+        if schedule.admission == "pressure":
+            self._admission = Admission(schedule.group_size, schedule.group_size * schedule.groups_in_flight)
+            self.fleet.admit(self._admission.limit)
         self._broken_in_a_row = 0
         self._checked = time.monotonic()
 
@@ -171,9 +176,11 @@ class Trainer:
                 return groups, dropped
 
     def _ended(self) -> list[Trajectory]:
-        """Rollouts that ended; now and then a look whether the generators they wait for are alive."""
+        """Rollouts that ended; now and then a look at the generators that they wait for."""
         if time.monotonic() - self._checked > CHECK_EVERY_S:
-            self.policy.check()
+            health = self.policy.check()
+            if self._admission is not None:
+                self.fleet.admit(self._admission.look(Pressure.of(health), self.fleet.running))
             self._checked = time.monotonic()
         return self.fleet.ended()
 

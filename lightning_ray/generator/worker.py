@@ -254,13 +254,19 @@ class GeneratorWorker:
 
     @ray.method(concurrency_group="control")
     async def health(self) -> dict[str, Any]:
-        """`version`, `frozen`, `in_flight`."""
+        """`version`, `frozen`; `in_flight` requests, those `waiting` for their first token, and `kv_share`: of the KV
+        cache what the prompts of the others fill, tokens that they share counted for each."""
         return await self._on_engine_loop(self._health())
 
     async def _health(self) -> dict[str, Any]:
         if self._engine.errored:
             self._end()
-        return {"version": self._version, "frozen": not self._open.is_set(), "in_flight": len(self._flights)}
+        held = sum(len(flight.progress.request.prompt_ids) for flight in self._flights.values() if flight.started)
+        return {
+            "version": self._version, "frozen": not self._open.is_set(), "in_flight": len(self._flights),
+            "waiting": sum(not flight.started for flight in self._flights.values()),
+            "kv_share": held / max(1, self._facts["kv_tokens"]),
+        }
 
     @ray.method(concurrency_group="control")
     async def stop(self) -> None:
