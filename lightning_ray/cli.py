@@ -6,12 +6,14 @@ Exit status: 0 when done, 2 for bad input, 1 for a failed run, 130 when interrup
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ray.config import Config, ConfigError
 
+OVERRIDE = re.compile(r"--[A-Za-z_][\w-]*(\.[\w-]+)+(=|$)")
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 QUIET = {
@@ -26,7 +28,8 @@ QUIET = {
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     cut = words.index("--") if "--" in words else len(words)
-    options, overrides = _parser().parse_known_args(words[:cut])
+    plain, overrides = separate_overrides(words[:cut])
+    options = _parser().parse_args(plain)
     options.command = words[cut + 1:]
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -38,6 +41,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lightning-ray: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def separate_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command's own words, and `--part.field VALUE` or `--part.field=VALUE` wherever they stand."""
+    plain: list[str] = []
+    overrides: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if not OVERRIDE.match(word):
+            plain.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word:
+            overrides += [value for value in [next(rest, None)] if value is not None]
+    return plain, overrides
 
 
 def _parser() -> argparse.ArgumentParser:
