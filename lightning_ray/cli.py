@@ -10,8 +10,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_ray.config import Config, ConfigError
+
+if TYPE_CHECKING:
+    from lightning_ray.observe.progress import Progress
 
 OVERRIDE = re.compile(r"--[A-Za-z_][\w-]*(\.[\w-]+)+(=|$)")
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -67,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a policy behind a harness")
     train.add_argument("config", nargs="?", type=Path, help="YAML file (with --resume: the one in the run directory)")
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on from the last checkpoint of a run")
+    train.add_argument("--replay", type=Path, metavar="RUN",
+                       help="learn from the recorded rollouts of a run, without generators and harnesses")
     train.set_defaults(run=_train)
 
     capture = commands.add_parser(
@@ -99,14 +105,19 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
 
     from lightning_ray.observe.progress import LineProgress, LiveProgress
 
-    if options.config is None and options.resume is None:
+    earlier = options.resume or options.replay
+    if options.resume and options.replay:
+        raise ConfigError("train: --resume goes on with a run, --replay learns from its record. Give one of them")
+    if options.config is None and earlier is None:
         raise ConfigError("train: no configuration was given. Name a YAML file, as jobs/quickstart.yaml")
-    config = Config.load(options.config or options.resume / "config.yaml", overrides)
+    config = Config.load(options.config or earlier / "config.yaml", overrides)
+    console = Console(highlight=False, soft_wrap=True)
+    progress = LiveProgress(config.run.steps, console) if console.is_terminal else LineProgress(console)
+    if options.replay:
+        return _replay(config, options.replay, progress)
 
     from lightning_ray.trainer import RunFailed, Trainer
 
-    console = Console(highlight=False, soft_wrap=True)
-    progress = LiveProgress(config.run.steps, console) if console.is_terminal else LineProgress(console)
     trainer = Trainer(config, resume=options.resume, progress=progress)
     try:
         for _ in trainer.steps():
@@ -138,6 +149,17 @@ def _capture(options: argparse.Namespace, overrides: list[str]) -> int:
         return FAILED
     print(json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(lines(report)))
     return FAILED if report.ending.end == "infra_failed" else DONE
+
+
+def _replay(config: Config, source: Path, progress: "Progress") -> int:
+    from lightning_ray.replay import Replay
+
+    try:
+        for _ in Replay(config, source, progress=progress).steps():
+            pass
+    finally:
+        progress.close()
+    return DONE
 
 
 def _say_how_to_go_on(trainer) -> None:

@@ -54,7 +54,7 @@ class RunDirectory:
     def existing(cls, root: Path) -> "RunDirectory":
         """The directory of an earlier run. Raises `ConfigError` where there is none."""
         if not (root / "config.yaml").is_file():
-            raise ConfigError(f"--resume: {root} is no run directory (it has no config.yaml). Give the path of a run")
+            raise ConfigError(f"{root} is no run directory (it has no config.yaml). Give the path of a run")
         return cls(root.absolute())
 
     @property

@@ -50,10 +50,12 @@ def rate_text(result: dict[str, Any]) -> str:
 
 
 def step_text(metrics: dict[str, Any]) -> str:
-    rate = metrics["tokens_sampled"] / max(1e-9, metrics["generate_s"])
     gradient = "none" if metrics["grad_norm"] is None else f"{metrics['grad_norm']:.3f}"
-    return (f"step {metrics['step']:4d}  pass {metrics['pass_rate']:.2f}  gradient {gradient}  "
-            f"{metrics['rollouts']} rollouts in {metrics['generate_s']:.1f} s, {rate:.0f} tokens/s, "
+    rollouts = f"{metrics['rollouts']} rollouts"
+    if metrics["generate_s"]:  # else they are a replay's
+        rate = metrics["tokens_sampled"] / metrics["generate_s"]
+        rollouts += f" in {metrics['generate_s']:.1f} s, {rate:.0f} tokens/s"
+    return (f"step {metrics['step']:4d}  pass {metrics['pass_rate']:.2f}  gradient {gradient}  {rollouts}, "
             f"learn {metrics['learn_s']:.1f} s")
 
 
