@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 LOCK   := .ci/cpu.lock
 READY  := $(VENV)/.ready
 
-.PHONY: quickstart test lint lock clean
+.PHONY: quickstart test test-harnesses lint lock clean
 
 quickstart: $(READY)
 	@$(BIN)/lightning-ray train jobs/quickstart.yaml
@@ -13,6 +13,9 @@ quickstart: $(READY)
 test: $(READY)
 	@$(BIN)/ruff check lightning_ray jobs tests benchmarks
 	@$(BIN)/python -m pytest
+
+test-harnesses: $(READY)
+	@$(BIN)/python -m pytest tests/harnesses -m harnesses
 
 lint: $(READY)
 	@$(BIN)/ruff check lightning_ray jobs tests benchmarks

@@ -1,0 +1,116 @@
+"""The harnesses of the suite: how it is installed, how it is told its endpoint, and in which words the scripted policy
+speaks to it. One entry a harness; `{bin}` is the directory of its programs, the other placeholders are those of
+`harness.command` in a configuration (`lightning_ray/config.py`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.harnesses.install import Install, Npm, Present
+
+HERE = Path(__file__).parent
+READ, MEND = "cat sums.py", "sed -i 's/a - b/a + b/' sums.py"
+"""What the policy does; then it says that it is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    install: Install
+    command: list[str]
+    dialect: str
+    env: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    tools: dict[str, Callable[[str], dict[str, Any]]] = field(default_factory=dict)
+    """Tool that runs a shell command -> its arguments. The first one that the prompt offers is used."""
+    done: str = "I am done: add returns the sum now."
+    """The last answer of a harness with tools."""
+    done_by_tool: bool = False
+    """It is a shell command."""
+
+
+def plain(command: str) -> dict[str, Any]:
+    return {"command": command}
+
+
+def described(command: str) -> dict[str, Any]:
+    return {"command": command, "description": "work on sums.py"}
+
+
+CODEX = """\
+model = "{model}"
+model_provider = "trained"
+[model_providers.trained]
+name = "trained"
+base_url = "{base_url}/v1"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+"""
+
+OPENCODE = """\
+{"model": "trained/{model}", "share": "disabled", "autoupdate": false, "permission": "allow",
+ "provider": {"trained": {"npm": "@ai-sdk/openai-compatible", "name": "trained",
+   "options": {"baseURL": "{base_url}/v1", "apiKey": "none"}, "models": {"{model}": {"name": "{model}"}}}}}
+"""
+
+MINI = """\
+agent: {mode: yolo, confirm_exit: false, step_limit: 20, cost_limit: 0}
+environment: {environment_class: local, timeout: 60}
+model:
+  model_class: litellm
+  model_name: openai/{model}
+  cost_tracking: ignore_errors
+  model_kwargs: {api_base: "{base_url}/v1", api_key: none, drop_params: true, timeout: 600}
+"""
+
+ENTRIES = {
+    "mini-SWE-agent": Entry(
+        install=Present("mini-swe-agent"),
+        command=["{bin}/mini", "-c", "mini.yaml", "-c", "/tmp/mini/rl.yaml", "-y", "--exit-immediately", "-t", "{task}",
+                 "-o", "/tmp/mini/trajectory.json"],
+        dialect="chat",
+        env={"MSWEA_CONFIGURED": "true", "MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": "/tmp/mini",
+             "LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1"},
+        files={"/tmp/mini/rl.yaml": MINI},
+        tools={"bash": plain},
+        done="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+        done_by_tool=True,
+    ),
+    "Claude Code": Entry(
+        install=Npm(("@anthropic-ai/claude-code@2.1.332",)),
+        command=["{bin}/claude", "-p", "{task}", "--dangerously-skip-permissions", "--output-format", "json",
+                 "--model", "{model}"],
+        dialect="messages",
+        env={"IS_SANDBOX": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1",
+             "ANTHROPIC_SMALL_FAST_MODEL": "{model}"},
+        tools={"Bash": described},
+    ),
+    "Codex": Entry(
+        install=Npm(("@openai/codex@0.171.0",)),
+        command=["{bin}/codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check", "--json",
+                 "{task}"],
+        dialect="responses",
+        env={"CODEX_HOME": "/tmp/codex"},
+        files={"/tmp/codex/config.toml": CODEX},
+        tools={"exec_command": lambda command: {"cmd": command}, "shell_command": plain,
+               "shell": lambda command: {"command": ["bash", "-lc", command]}},
+    ),
+    "opencode": Entry(
+        install=Npm(("opencode-ai@1.18.33",)),
+        command=["{bin}/opencode", "run", "{task}"],
+        dialect="chat",
+        env={"OPENCODE_CONFIG": "/tmp/opencode/opencode.json", "OPENCODE_DISABLE_AUTOUPDATE": "1",
+             "OPENCODE_DISABLE_MODELS_FETCH": "1", "XDG_DATA_HOME": "/tmp/opencode/data"},
+        files={"/tmp/opencode/opencode.json": OPENCODE},
+        tools={"bash": described},
+    ),
+    "openai-agents": Entry(
+        install=Present("openai-agents"),
+        command=["{bin}/python", "/tmp/agent/main.py", "{task}", "{model}"],
+        dialect="responses",
+        env={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+        files={"/tmp/agent/main.py": (HERE / "openai_agents.py").read_text()},
+        tools={"bash": plain},
+    ),
+}
