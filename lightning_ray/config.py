@@ -140,9 +140,32 @@ class SandboxConfig(Part):
     """Run without the isolation that this machine cannot give. Never needed where user namespaces work."""
 
 
+class LengthPenaltyConfig(Part):
+    """What a solved training rollout loses for being long: for model calls and for its longest prompt, each from
+    nothing at its `free` value, linearly, to `penalty` at its `most` value. The defaults are the published recipe's."""
+
+    free_turns: int = Field(default=80, ge=0)
+    most_turns: int = Field(default=100, ge=1)
+    turns_penalty: float = Field(default=0.1, ge=0, le=1)
+    free_tokens: int = Field(default=50_000, ge=0)
+    most_tokens: int = Field(default=64_000, ge=1)
+    tokens_penalty: float = Field(default=0.1, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def rising(self) -> Self:
+        for what in ("turns", "tokens"):
+            free, most = getattr(self, f"free_{what}"), getattr(self, f"most_{what}")
+            if most <= free:
+                raise ValueError(f"reward.length_penalty: most_{what} ({most}) must be above free_{what} ({free})")
+        return self
+
+
 class RewardConfig(Part):
     timeout_s: float = Field(default=60, gt=0)
     on_suspicion: Literal["zero", "flag"] = "zero"
+    """What a solution with suspicions is worth: nothing, or its reward (they are counted and kept in any case)."""
+    length_penalty: LengthPenaltyConfig | None = None
+    """null: a solved rollout is worth the same however long it was. Never applied in evaluation."""
 
 
 class RunnersConfig(Part):

@@ -49,8 +49,9 @@ async def agent_patch(task: Task, root: Path, script: str) -> str:
 
 async def graded(task: Task, root: Path, patch: str, config: RewardConfig | None = None) -> Grade:
     """The grade of a patch, in a sandbox of its own."""
-    async with running(Workspaces(root).prepare(task)) as sandbox:
-        return await grader_for(task, config or RewardConfig(timeout_s=20)).grade(task, patch, sandbox)
+    grader = grader_for(task, config or RewardConfig(timeout_s=60))
+    async with running(Workspaces(root).prepare(task), mounts=grader.mounts) as sandbox:
+        return await grader.grade(task, patch, sandbox)
 
 
 async def graded_files(files: dict[str, str], root: Path, **task) -> Grade:

@@ -163,6 +163,7 @@ class WorkerProcess:
             if not run.future.done():
                 run.future.set_exception(WorkerDied(
                     f"worker process {self.pid} ended (exit status {self._process.poll()}). {self.last_output()}"))
+                run.future.exception()  # a cancelled rollout's is awaited by nobody: not worth a complaint of asyncio's
         self._runs.clear()
 
     def _cancel(self, rollout_id: str, run: _Run) -> None:

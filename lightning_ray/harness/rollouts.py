@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from lightning_ray.config import Config
-from lightning_ray.harness import stages
+from lightning_ray.harness import shaping, stages
 from lightning_ray.harness.command import run_command
 from lightning_ray.harness.pool import Execute, WorkerPool
 from lightning_ray.harness.spec import API_KEY, COMMAND_PORT, HarnessResult, RolloutSpec, command_plan, mounts
@@ -85,7 +85,8 @@ class Rollouts:
             attempt = await self._attempt(spec, len(attempts))
             attempts.append(attempt)
             if not stages.again(attempt.failure, len(attempts) - 1, self._config.runners.infra_retries):
-                return stages.trajectory(spec, attempts, {"limits": self._facts.get("limits", "")})
+                record = stages.trajectory(spec, attempts, {"limits": self._facts.get("limits", "")})
+                return shaping.shape(record, spec.mode, self._config.reward.length_penalty)
 
     async def _attempt(self, spec: RolloutSpec, number: int) -> Attempt:
         attempt = Attempt()
@@ -197,7 +198,7 @@ class Rollouts:
         with stages.reading_task("grade"):
             workspace = await asyncio.to_thread(self._workspaces.prepare, task)
             grader = grader_for(task, self._config.reward)
-        sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits()))
+        sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits(), grader.mounts))
         try:
             with blamed_on("grader", "grade"):
                 await sandbox.start()

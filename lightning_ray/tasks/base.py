@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lightning_ray.sandbox.base import Sandbox
+from lightning_ray.sandbox.base import Mount, Sandbox
 
 
 class Task(BaseModel):
@@ -59,7 +59,11 @@ class TaskSplits(BaseModel):
 
 
 class Grader(Protocol):
-    """Computes a reward from a patch, in a fresh sandbox over a pristine workspace."""
+    """Computes a reward from a patch, in a fresh sandbox over a pristine workspace. `SandboxError` where the sandbox
+    fails; everything that a candidate does is a verdict."""
+
+    mounts: tuple[Mount, ...]
+    """What its sandbox must show besides the workspace."""
 
     async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade: ...
 

@@ -1,189 +1,26 @@
-"""Rewards, reached where the agent never was.
+"""Rewards, reached where the agent never was: which grader judges a task.
 
-A grader gets a fresh sandbox over the pristine workspace, lets the agent's filtered patch in (`patches.py`), runs the
-candidate's code behind a pipe, and decides outside. `grader_for` picks it.
-
-`cases`: `task.grading` is `{"module": "shop.py", "cases": {"tests::total": {"call": "total", "args": [3, 5], "kwargs":
-{}, "expected": 8}}}`, and the ids in FAIL_TO_PASS and PASS_TO_PASS are keys of `cases`. Expected values never enter the
-sandbox: results come out as JSON and are compared here, types included (`True` is not 1, 1 is not 1.0; a tuple
-arrives as a list).
+A grader gets a fresh sandbox over the pristine workspace, lets the agent's filtered patch in (`patches.py`), and
+decides outside: `cases` (function calls, compared outside the candidate's process), `swe` (FAIL_TO_PASS and
+PASS_TO_PASS by pytest, or by an `eval_script` and swebench's log parsers), `command` (an exit status) and `function`
+(the user's own).
 """
 
-import json
-import secrets
-import shlex
-from pathlib import Path, PurePosixPath
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from lightning_ray.config import RewardConfig
-from lightning_ray.sandbox.base import ExecResult, Sandbox
-from lightning_ray.tasks import patches
-from lightning_ray.tasks.base import Grade, Grader, Task
-
-APPLY_TIMEOUT_S = 30.0
-NAMED = 5
-"""Failed tests that a reason names; the report has all."""
-EARLY_EXIT = "exit_before_the_end"
-DRIVER = (Path(__file__).parent / "driver.py").read_text()
-
-
-class Case(BaseModel):
-    """One function call and its result."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    call: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    expected: Any
-
-
-class CasesGrading(BaseModel):
-    """`task.grading` of the `cases` grader."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    module: str
-    """Path of the module in the workspace."""
-    cases: dict[str, Case] = Field(min_length=1)
+from lightning_ray.tasks.base import Grader, Task
+from lightning_ray.tasks.cases import CasesGrader
+from lightning_ray.tasks.command_grader import CommandGrader
+from lightning_ray.tasks.eval_script import EvalScriptGrader
+from lightning_ray.tasks.function_grader import FunctionGrader
+from lightning_ray.tasks.swe import SweGrader
 
 
 def grader_for(task: Task, config: RewardConfig) -> Grader:
     """The grader that the task asks for. ValueError, naming the task, where its grading data does not fit."""
     if task.grader == "cases":
         return CasesGrader(task, config)
-    raise ValueError(f"task {task.instance_id}: the grader {task.grader!r} is not there yet; use `cases`")
-
-
-def same(value: Any, expected: Any) -> bool:
-    """Equality of JSON values, types included."""
-    if type(value) is not type(expected):
-        return False
-    if isinstance(value, dict):
-        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in value)
-    if isinstance(value, list):
-        return len(value) == len(expected) and all(map(same, value, expected))
-    return value == expected
-
-
-def messages(output: str, nonce: str) -> list[dict[str, Any]]:
-    """What the driver said, in order; lines without the nonce, or that are not JSON objects, are not the driver's."""
-    found = []
-    for line in output.split("\n"):
-        mark, _, text = line.partition(" ")
-        if mark != nonce:
-            continue
-        try:
-            message = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(message, dict):
-            found.append(message)
-    return found
-
-
-def verdict(cases: dict[str, Case], required: list[str], said: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Reason (`passed`, or why not) and report, from what the driver said. Every required case must have been answered
-    exactly once, rightly, and the session must have come to its end."""
-    report: dict[str, Any] = {"tests": dict.fromkeys(required, "not_run")}
-    for message in said:
-        if "import_error" in message:
-            report["import_error"] = message["import_error"]
-            return f"import_failed: {message['import_error']}", report
-    for message in said:
-        name = message.get("id")
-        if not isinstance(name, str) or name not in report["tests"]:
-            continue
-        if report["tests"][name] != "not_run":
-            report["tests"][name] = "answered_twice"
-        elif "error" in message:
-            report["tests"][name] = f"error: {message['error']}"
-        else:
-            right = "value" in message and same(message["value"], cases[name].expected)
-            report["tests"][name] = "passed" if right else "wrong_result"
-    if not said or said[-1] != {"ended": True}:
-        return "ended_early", report
-    failed = [name for name, outcome in report["tests"].items() if outcome != "passed"]
-    if failed:
-        more = f" and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
-        return f"tests_failed: {', '.join(failed[:NAMED])}{more}", report
-    return "passed", report
-
-
-def without_running(patch: str, filtered: patches.Filtered) -> str | None:
-    """The reason, where a patch needs no sandbox to be judged: it is empty, or nothing of it is let in."""
-    if not patch.strip():
-        return "empty_patch"
-    if not filtered.paths:
-        return "patch_refused"
-    return None
-
-
-async def apply(patch: str, sandbox: Sandbox) -> str | None:
-    """Apply a filtered patch to the pristine workspace; what git said where it does not apply."""
-    done = await sandbox.exec(
-        "git apply --whitespace=nowarn -", timeout_s=APPLY_TIMEOUT_S, stdin=patch.encode("utf-8", "surrogateescape")
-    )
-    return None if done.returncode == 0 else " ".join(done.output.split())[:300] or f"exit status {done.returncode}"
-
-
-def finish(reason: str, suspicions: list[str], filtered: patches.Filtered, report: dict[str, Any],
-           config: RewardConfig) -> Grade:
-    """The grade of a verdict. With `reward.on_suspicion: zero` a suspicious solution does not count as one."""
-    passed = reason == "passed"
-    if passed and suspicions and config.on_suspicion == "zero":
-        passed, reason = False, f"suspicious: {suspicions[0]}"
-    left_out = [str(refusal) for refusal in filtered.refusals]
-    report = {**report, "left_out": left_out} if left_out else report
-    return Grade(passed=passed, reward=float(passed), reason=reason, suspicions=suspicions, report=report)
-
-
-class CasesGrader:
-    """See the module. Raises `SandboxError` where the sandbox fails; everything that a candidate does is a verdict."""
-
-    def __init__(self, task: Task, config: RewardConfig) -> None:
-        self._config = config
-        try:
-            self._grading = CasesGrading.model_validate(task.grading)
-        except ValidationError as error:
-            raise ValueError(f"task {task.instance_id}: grading: {error}") from error
-        self._required = [*task.FAIL_TO_PASS, *task.PASS_TO_PASS]
-        unknown = [name for name in self._required if name not in self._grading.cases]
-        if unknown or not self._required:
-            raise ValueError(
-                f"task {task.instance_id}: FAIL_TO_PASS and PASS_TO_PASS must name cases in grading.cases; "
-                f"{f'{unknown[0]!r} is none' if unknown else 'they name none'}"
-            )
-        if not self._grading.module.endswith(".py"):
-            raise ValueError(f"task {task.instance_id}: grading.module must be the path of a .py file")
-
-    async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
-        filtered = patches.filter_patch(patch, patches.touched(task.patch))
-        decided = without_running(patch, filtered)
-        if decided is not None:
-            return self._grade(decided, filtered, {})
-        rejection = await apply(filtered.patch, sandbox)
-        if rejection is not None:
-            return self._grade(f"patch_rejected: {rejection}", filtered, {})
-        nonce = secrets.token_hex(16)
-        done = await self._run(nonce, sandbox)
-        if done.timed_out:
-            return self._grade("timeout", filtered, {"timeout_s": self._config.timeout_s})
-        reason, report = verdict(self._grading.cases, self._required, messages(done.output, nonce))
-        return self._grade(reason, filtered, report)
-
-    async def _run(self, nonce: str, sandbox: Sandbox) -> ExecResult:
-        calls = [
-            [name, case.call, case.args, case.kwargs]
-            for name, case in ((name, self._grading.cases[name]) for name in dict.fromkeys(self._required))
-        ]
-        module = ".".join(PurePosixPath(self._grading.module).with_suffix("").parts)
-        order = {"nonce": nonce, "module": module, "calls": calls}
-        command = f"exec python3 -I -S -c {shlex.quote(DRIVER)}"
-        return await sandbox.exec(command, timeout_s=self._config.timeout_s, stdin=json.dumps(order).encode())
-
-    def _grade(self, reason: str, filtered: patches.Filtered, report: dict[str, Any]) -> Grade:
-        suspicions = filtered.suspicions + ([EARLY_EXIT] if reason == "ended_early" else [])
-        return finish(reason, suspicions, filtered, report, self._config)
+    if task.grader == "swe":
+        return (EvalScriptGrader if "eval_script" in task.grading else SweGrader)(task, config)
+    if task.grader == "command":
+        return CommandGrader(task, config)
+    return FunctionGrader(task, config)

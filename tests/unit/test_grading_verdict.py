@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from lightning_ray.config import RewardConfig
 from lightning_ray.tasks import patches
-from lightning_ray.tasks.grading import Case, finish, grader_for, messages, same, verdict
+from lightning_ray.tasks.cases import Case, same, verdict
+from lightning_ray.tasks.grading import grader_for
+from lightning_ray.tasks.verdicts import finish, messages
 from tests.sandboxes import make_task
 
 NONCE = "n" * 32
@@ -112,8 +114,13 @@ def test_suspicions_take_the_reward_or_are_flagged(on_suspicion, passed, reward,
          ".py"),
         ({"FAIL_TO_PASS": ["nothing"]}, "'nothing' is none"),
         ({"FAIL_TO_PASS": [], "PASS_TO_PASS": []}, "they name none"),
-        ({"grader": "swe"}, "not there yet"),
-        ({"grader": "command"}, "not there yet"),
+        ({"grader": "swe"}, "module"),
+        ({"grader": "swe", "grading": {}, "FAIL_TO_PASS": ["adds"]}, "path/test_file.py::name"),
+        ({"grader": "swe", "grading": {}, "FAIL_TO_PASS": [], "PASS_TO_PASS": []}, "name no test"),
+        ({"grader": "swe", "grading": {"eval_script": "x", "log_parser": "none"}}, "log_parser"),
+        ({"grader": "command"}, "command"),
+        ({"grader": "function", "grading": {}}, "module:function"),
+        ({"grader": "function", "grading": {"function": "json:nothing"}}, "cannot be imported"),
     ],
 )  # fmt: skip
 def test_a_task_that_cannot_be_graded_is_an_error_that_names_it(change, message):

@@ -1,0 +1,95 @@
+"""The `swe` grader the SWE-bench way: an `eval_script` runs in the task's own container image, and swebench's log
+parsers read what it printed.
+
+`task.grading` is `{"eval_script", "log_parser", "eval_type": "pass_and_fail" or "fail_only", "version"}`, all text.
+The script brings the test files and their names, so it enters only now, through stdin. The verdict rests on text that
+the candidate's process can print, as in SWE-bench itself: it is comparable with published figures, and weaker than
+the other graders.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lightning_ray.config import RewardConfig
+from lightning_ray.sandbox.base import Mount, Sandbox
+from lightning_ray.tasks import patches
+from lightning_ray.tasks.base import Grade, Task
+from lightning_ray.tasks.verdicts import apply, finish, named, without_running
+
+SHOWN = 1000
+
+
+class EvalScriptGrading(BaseModel):
+    """`task.grading` of this grader."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    eval_script: str = Field(min_length=1)
+    log_parser: str
+    eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
+    version: str = ""
+
+
+class EvalScriptGrader:
+    """See the module."""
+
+    mounts: tuple[Mount, ...] = ()
+
+    def __init__(self, task: Task, config: RewardConfig) -> None:
+        from swebench.harness.log_parsers import PARSER_REGISTRY  # half a second: only where it is used
+        from swebench.harness.utils import make_test_spec
+
+        self._config = config
+        try:
+            grading = EvalScriptGrading.model_validate(task.grading)
+        except ValidationError as error:
+            raise ValueError(f"task {task.instance_id}: grading: {error}") from error
+        if grading.log_parser not in PARSER_REGISTRY:
+            raise ValueError(f"task {task.instance_id}: grading.log_parser: swebench has no {grading.log_parser!r}")
+        if not task.FAIL_TO_PASS:
+            raise ValueError(f"task {task.instance_id}: FAIL_TO_PASS names no test")
+        self._spec = make_test_spec({
+            **grading.model_dump(), "instance_id": task.instance_id, "image": task.image_name, "repo": task.repo,
+            "FAIL_TO_PASS": task.FAIL_TO_PASS, "PASS_TO_PASS": task.PASS_TO_PASS,
+        })  # fmt: skip
+
+    async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
+        filtered = patches.filter_patch(patch, patches.touched(task.patch))
+
+        def grade(reason: str, report: dict[str, Any]) -> Grade:
+            return finish(reason, filtered.suspicions, filtered, report, self._config)
+
+        decided = without_running(patch, filtered)
+        if decided is not None:
+            return grade(decided, {})
+        rejection = await apply(filtered.patch, sandbox)
+        if rejection is not None:
+            return grade(f"patch_rejected: {rejection}", {})
+        script = self._spec.eval_script.encode()
+        done = await sandbox.exec("exec bash -s", timeout_s=self._config.timeout_s, stdin=script)
+        if done.timed_out:
+            return grade("timeout", {"output": done.output[-SHOWN:]})
+        if done.truncated:
+            return grade("too_much_output", {"output": done.output[:SHOWN]})
+        return grade(*self._verdict(task, filtered.patch, done.output))
+
+    def _verdict(self, task: Task, patch: str, log: str) -> tuple[str, dict[str, Any]]:
+        from swebench.harness.grading import get_eval_report
+
+        prediction = {"instance_id": task.instance_id, "model_name_or_path": "policy", "model_patch": patch}
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "log"
+            path.write_text(log)
+            found = get_eval_report(self._spec, prediction, str(path), include_tests_status=True)[task.instance_id]
+        status = found.get("tests_status")
+        if status is None:
+            return "no_test_results", {"output": log[-SHOWN:]}
+        failed = [name for kind in status.values() for name in kind["failure"]]
+        report = {"tests": {name: "passed" for kind in status.values() for name in kind["success"]}
+                  | dict.fromkeys(failed, "failed")}  # fmt: skip
+        if found["resolved"]:
+            return "passed", report
+        return named("tests_failed", failed), report

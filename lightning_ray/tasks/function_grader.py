@@ -1,0 +1,86 @@
+"""The `function` grader: a Python function of the user's, called outside the sandbox.
+
+`task.grading` is `{"function": "module:function", ...}`; what else it holds is the function's own business. It is
+called as `function(task, patch, run)` and gives a reward (a number; 1 or more counts as passed) or a whole `Grade`.
+`patch` is the agent's filtered patch, already applied in a fresh sandbox; `run(command, stdin=b"", timeout_s=None)`
+runs a command there and returns an `ExecResult`. An `async def` awaits `run`; a plain function is called in a thread
+and calls it.
+An error in the function is the grader's: the grading is repeated, and no reward of 0 comes of it.
+"""
+
+import asyncio
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from lightning_ray.config import RewardConfig
+from lightning_ray.sandbox.base import ExecResult, Mount, Sandbox
+from lightning_ray.tasks import patches
+from lightning_ray.tasks.base import Grade, Task
+from lightning_ray.tasks.verdicts import apply, finish, without_running
+
+
+class FunctionGrader:
+    """See the module."""
+
+    mounts: tuple[Mount, ...] = ()
+
+    def __init__(self, task: Task, config: RewardConfig) -> None:
+        self._config = config
+        self._function = load(task)
+
+    async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
+        filtered = patches.filter_patch(patch, patches.touched(task.patch))
+        decided = without_running(patch, filtered)
+        if decided is not None:
+            return finish(decided, filtered.suspicions, filtered, {}, self._config)
+        rejection = await apply(filtered.patch, sandbox)
+        if rejection is not None:
+            return finish(f"patch_rejected: {rejection}", filtered.suspicions, filtered, {}, self._config)
+
+        async def run(command: str, stdin: bytes = b"", timeout_s: float | None = None) -> ExecResult:
+            return await sandbox.exec(command, timeout_s=timeout_s or self._config.timeout_s, stdin=stdin)
+
+        if inspect.iscoroutinefunction(self._function):
+            answer = await self._function(task, filtered.patch, run)
+        else:
+            loop = asyncio.get_running_loop()
+
+            def wait(*arguments: Any, **more: Any) -> ExecResult:
+                return asyncio.run_coroutine_threadsafe(run(*arguments, **more), loop).result()
+
+            answer = await asyncio.to_thread(self._function, task, filtered.patch, wait)
+        return graded(answer, filtered, self._config)
+
+
+def load(task: Task) -> Callable[..., Any]:
+    """The function that the task names. ValueError, naming the task, where there is none."""
+    name = task.grading.get("function")
+    module, _, attribute = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if not module or not attribute:
+        raise ValueError(f"task {task.instance_id}: grading.function must be `module:function`, not {name!r}")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"task {task.instance_id}: grading.function {name!r} cannot be imported: {error}") from error
+    if not callable(function):
+        raise ValueError(f"task {task.instance_id}: grading.function {name!r} is no function")
+    return function
+
+
+def graded(answer: Any, filtered: patches.Filtered, config: RewardConfig) -> Grade:
+    """A function's answer as a grade. TypeError where it is neither a number nor a `Grade`."""
+    if isinstance(answer, bool) or not isinstance(answer, (int, float, Grade)):
+        raise TypeError(f"a grading function must return a number or a Grade, not {answer!r}")
+    suspicions = list(filtered.suspicions)
+    if isinstance(answer, Grade):
+        suspicions += answer.suspicions
+        passed, reward, reason, report = answer.passed, answer.reward, answer.reason, answer.report
+    else:
+        passed, reward, report = answer >= 1.0, float(answer), {}
+        reason = "passed" if passed else f"reward: {float(answer):g}"
+    grade = finish("passed" if passed else reason, suspicions, filtered, report, config)
+    if suspicions and config.on_suspicion == "zero":
+        return grade
+    return grade.model_copy(update={"reward": reward, "reason": reason})

@@ -1,0 +1,179 @@
+"""The `swe` grader: FAIL_TO_PASS and PASS_TO_PASS by pytest, on a pristine checkout with the agent's filtered patch.
+
+`task.grading`, all optional: `files` (path -> text: test files that enter only now, over whatever is there), `python`
+(the interpreter inside, Python 3.10 or later), `paths` (folders that imports are looked up in), `conftest` (load the
+task's own conftest.py files), `config` (the task's own pytest configuration file), `plugins` (installed pytest plugins
+that the tests need), `runs` (how often tests that failed are tried; where two runs differ the reason is `flaky`).
+`conftest` and `config` are the task's own because no patch may touch such files, unless the task's solution does.
+
+pytest is this installation's own, mounted read-only. A required test passes when it was reported once and its setup,
+call and teardown all passed; skipped and expected failures are none. Every required test must pass and the session
+must have come to its end. The candidate shares a process with the tests, so a determined one can forge its report:
+`swe_driver.py` says what is looked for. Where that is not enough, grade by `cases`.
+"""
+
+import importlib.util
+import json
+import re
+import secrets
+import shlex
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lightning_ray.config import RewardConfig
+from lightning_ray.sandbox.base import ExecResult, Mount, Sandbox
+from lightning_ray.tasks import patches
+from lightning_ray.tasks.base import Grade, Task
+from lightning_ray.tasks.verdicts import EARLY_EXIT, apply, finish, messages, named, without_running
+
+DRIVER = (Path(__file__).parent / "swe_driver.py").read_text()
+RUNNER = "/opt/runner"
+"""Where pytest is mounted inside."""
+PARTS = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
+PRELOAD = (
+    "_pytest.assertion.rewrite", "_pytest.assertion.util", "_pytest.capture", "_pytest.doctest", "_pytest.unittest",
+    "_pytest.python", "_pytest.runner", "_pytest.reports", "_pytest.skipping", "_pytest.terminal", "_pytest.fixtures",
+    "_pytest.tmpdir", "_pytest.monkeypatch", "_pytest.threadexception", "_pytest.unraisableexception", "unittest.mock",
+    "pygments.lexers.python", "pygments.formatters.terminal", "difflib", "pprint", "inspect", "traceback", "doctest",
+)  # fmt: skip
+"""What the runner would import late, when the workspace's modules could stand in its way."""
+HUNK = re.compile(r"@@ -\d+(?:,\d+)? \+(\d+)(?:,\d+)? @@")
+
+
+class SweGrading(BaseModel):
+    """`task.grading` of the `swe` grader."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    files: dict[str, str] = {}
+    python: str = "python3"
+    paths: list[str] = [".", "src"]
+    conftest: bool = False
+    config: str | None = None
+    plugins: list[str] = []
+    runs: int = Field(default=1, ge=1, le=5)
+
+
+class SweGrader:
+    """See the module."""
+
+    def __init__(self, task: Task, config: RewardConfig) -> None:
+        self._config = config
+        try:
+            self._grading = SweGrading.model_validate(task.grading)
+        except ValidationError as error:
+            raise ValueError(f"task {task.instance_id}: grading: {error}") from error
+        self._required = list(dict.fromkeys([*task.FAIL_TO_PASS, *task.PASS_TO_PASS]))
+        if not self._required:
+            raise ValueError(f"task {task.instance_id}: FAIL_TO_PASS and PASS_TO_PASS name no test")
+        self._files = list(dict.fromkeys(name.partition("::")[0] for name in self._required))
+        if odd := [name for name in self._files if not name.endswith(".py") or name.startswith(("/", "-"))]:
+            raise ValueError(f"task {task.instance_id}: {odd[0]!r}: test ids must be `path/test_file.py::name`")
+        self.mounts = runner_mounts()
+
+    async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
+        hidden = {*self._grading.files, *self._files}
+        filtered = patches.filter_patch(patch, patches.touched(task.patch), hidden)
+        decided = without_running(patch, filtered)
+        if decided is not None:
+            return finish(decided, filtered.suspicions, filtered, {}, self._config)
+        rejection = await apply(filtered.patch, sandbox)
+        if rejection is not None:
+            return finish(f"patch_rejected: {rejection}", filtered.suspicions, filtered, {}, self._config)
+        if self._grading.files:
+            await sandbox.put({name: text.encode() for name, text in self._grading.files.items()})
+        runs: list[tuple[str, dict[str, Any]]] = []
+        suspicions = list(filtered.suspicions)
+        while len(runs) < self._grading.runs and (not runs or runs[-1][0].startswith("tests_failed")):
+            nonce = secrets.token_hex(16)
+            done = await self._run(nonce, added_lines(filtered.patch), sandbox)
+            reason, report, odd = verdict(self._required, done, messages(done.output, nonce))
+            runs.append((reason, report))
+            suspicions += odd
+        reason, report = judge_runs(runs)
+        return finish(reason, list(dict.fromkeys(suspicions)), filtered, report, self._config)
+
+    async def _run(self, nonce: str, added: dict[str, list[int]], sandbox: Sandbox) -> ExecResult:
+        grading = self._grading
+        arguments = ["-c", grading.config or "/dev/null"]
+        arguments += [] if grading.conftest else ["--noconftest"]
+        for plugin in grading.plugins:
+            arguments += ["-p", plugin]
+        order = {"nonce": nonce, "runner": RUNNER, "preload": PRELOAD, "tests": self._required, "files": self._files,
+                 "paths": grading.paths, "arguments": arguments, "added": added}  # fmt: skip
+        command = f"exec {shlex.quote(grading.python)} -I -c {shlex.quote(DRIVER)}"
+        return await sandbox.exec(command, timeout_s=self._config.timeout_s, stdin=json.dumps(order).encode())
+
+
+def runner_mounts() -> tuple[Mount, ...]:
+    """This installation's pytest and what it needs, package by package, so that nothing else of ours gets inside."""
+    found = []
+    for name in PARTS:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"the `swe` grader needs the package {name!r} in this environment; pip install pytest")
+        origin = Path(spec.origin)
+        source = origin.parent if origin.name == "__init__.py" else origin
+        found.append(Mount(source, f"{RUNNER}/{source.name}"))
+    return tuple(found)
+
+
+def added_lines(patch: str) -> dict[str, list[int]]:
+    """The line numbers, in the new files, of the lines that a (filtered) patch adds."""
+    found: dict[str, list[int]] = {}
+    for section in patches.sections(patch):
+        lines = found.setdefault(section.path, [])
+        number = 0
+        for line in section.lines:
+            if match := HUNK.match(line):
+                number = int(match.group(1))
+            elif number and line.startswith("+"):
+                lines.append(number)
+                number += 1
+            elif number and line.startswith(" "):
+                number += 1
+    return found
+
+
+def verdict(required: list[str], done: ExecResult,
+            said: list[dict[str, Any]]) -> tuple[str, dict[str, Any], list[str]]:
+    """Reason, report and suspicions of one run. RuntimeError where the test runner itself did not come up: nothing of
+    the candidate's has run then."""
+    tests = dict.fromkeys(required, "not_run")
+    details: dict[str, str] = {}
+    suspicions: list[str] = []
+    errors: dict[str, str] = {}
+    for message in said:
+        name, outcome = message.get("id"), message.get("outcome")
+        if isinstance(name, str) and name in tests and isinstance(outcome, str):
+            tests[name] = outcome if tests[name] == "not_run" else "reported_twice"
+            if message.get("detail"):
+                details[name] = str(message["detail"])
+        elif "collect_error" in message:
+            errors[str(message["collect_error"])] = str(message.get("detail"))
+        elif "suspicion" in message:
+            suspicions.append(str(message["suspicion"]))
+    report: dict[str, Any] = {"tests": tests}
+    report |= {key: value for key, value in (("details", details), ("collect_errors", errors)) if value}
+    if done.timed_out:
+        return "timeout", report, suspicions
+    if done.truncated:
+        return "too_much_output", report, suspicions
+    if not said:
+        raise RuntimeError(f"the test runner does not start: {done.output[-500:].strip()}")
+    if "ended" not in said[-1]:
+        return "ended_early", report, [*suspicions, EARLY_EXIT]
+    failed = [name for name, outcome in tests.items() if outcome != "passed"]
+    return (named("tests_failed", failed) if failed else "passed"), report, suspicions
+
+
+def judge_runs(runs: list[tuple[str, dict[str, Any]]]) -> tuple[str, dict[str, Any]]:
+    """The verdict over one run or several. Tests whose outcomes differ make it `flaky`: neither passed nor failed."""
+    reason, report = runs[-1]
+    outcomes = [run["tests"] for _, run in runs]
+    odd = [name for name in report["tests"] if len({tests[name] for tests in outcomes}) > 1]
+    if odd:
+        return named("flaky", odd), report | {"runs": outcomes}
+    return reason, report

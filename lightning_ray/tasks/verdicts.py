@@ -1,0 +1,67 @@
+"""What all graders share: a patch is let in and applied, a driver's words are told from the candidate's, and a reason
+becomes a grade.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_ray.config import RewardConfig
+from lightning_ray.sandbox.base import Sandbox
+from lightning_ray.tasks import patches
+from lightning_ray.tasks.base import Grade
+
+APPLY_TIMEOUT_S = 30.0
+NAMED = 5
+"""Failed tests that a reason names; the report has all."""
+EARLY_EXIT = "exit_before_the_end"
+
+
+def named(what: str, names: Sequence[str]) -> str:
+    """A reason that names a few and counts the others."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{what}: {', '.join(names[:NAMED])}{more}"
+
+
+def messages(output: str, nonce: str) -> list[dict[str, Any]]:
+    """What the driver said, in order; lines without the nonce, or that are not JSON objects, are not the driver's."""
+    found = []
+    for line in output.split("\n"):
+        mark, _, text = line.partition(" ")
+        if mark != nonce:
+            continue
+        try:
+            message = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(message, dict):
+            found.append(message)
+    return found
+
+
+def without_running(patch: str, filtered: patches.Filtered) -> str | None:
+    """The reason, where a patch needs no sandbox to be judged: it is empty, or nothing of it is let in."""
+    if not patch.strip():
+        return "empty_patch"
+    if not filtered.paths:
+        return "patch_refused"
+    return None
+
+
+async def apply(patch: str, sandbox: Sandbox) -> str | None:
+    """Apply a filtered patch to the pristine workspace; what git said where it does not apply."""
+    done = await sandbox.exec(
+        "git apply --whitespace=nowarn -", timeout_s=APPLY_TIMEOUT_S, stdin=patch.encode("utf-8", "surrogateescape")
+    )
+    return None if done.returncode == 0 else " ".join(done.output.split())[:300] or f"exit status {done.returncode}"
+
+
+def finish(reason: str, suspicions: list[str], filtered: patches.Filtered, report: dict[str, Any],
+           config: RewardConfig) -> Grade:
+    """The grade of a verdict. With `reward.on_suspicion: zero` a suspicious solution does not count as one."""
+    passed = reason == "passed"
+    if passed and suspicions and config.on_suspicion == "zero":
+        passed, reason = False, f"suspicious: {suspicions[0]}"
+    left_out = [str(refusal) for refusal in filtered.refusals]
+    report = {**report, "left_out": left_out} if left_out else report
+    return Grade(passed=passed, reward=float(passed), reason=reason, suspicions=suspicions, report=report)
