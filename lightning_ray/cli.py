@@ -92,11 +92,26 @@ def _parser() -> argparse.ArgumentParser:
     capture.add_argument("--json", action="store_true", help="print the report as JSON")
     capture.set_defaults(run=_capture)
 
+    evaluate = commands.add_parser("evaluate", help="measure a policy on tasks, through its harness")
+    evaluate.add_argument("config", type=Path, help="YAML file; --policy.path DIR names the model")
+    evaluate.add_argument("--split", choices=("heldout", "train"), default="heldout", help="which tasks (heldout)")
+    evaluate.set_defaults(run=_evaluate)
+
+    compare = commands.add_parser("compare", help="compare two evaluations on the same instances")
+    compare.add_argument("first", type=Path, help="results.json of one policy")
+    compare.add_argument("second", type=Path, help="results.json of the other")
+    compare.set_defaults(run=_compare)
+
     view = commands.add_parser("view", help="read the rollouts of a run as conversations")
     view.add_argument("path", type=Path, help="a run directory or a Parquet file of rollouts")
     view.add_argument("--rollout", metavar="ID", help="show this one whole")
     view.add_argument("--step", type=int, help="list the rollouts of this step (default: the last)")
     view.set_defaults(run=_view)
+
+    doctor = commands.add_parser("doctor", help="what this machine can isolate, and what memory a configuration needs")
+    doctor.add_argument("--config", type=Path, metavar="FILE", help="compute its memory on each device")
+    doctor.add_argument("--device-gib", type=float, metavar="GIB", default=80.0, help="memory of one device (80)")
+    doctor.set_defaults(run=_doctor)
     return parser
 
 
@@ -162,6 +177,42 @@ def _replay(config: Config, source: Path, progress: "Progress") -> int:
     return DONE
 
 
+def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
+    given = {word.partition("=")[0] for word in overrides}
+    if "--policy.path" in given and "--policy.warm_start" not in given:
+        overrides = [*overrides, "--policy.warm_start", "null"]
+    config = Config.load(options.config, overrides)
+
+    from rich.console import Console
+
+    from lightning_ray.evaluation import Evaluation, NothingJudged, lines
+    from lightning_ray.observe.progress import LineProgress
+
+    console = Console(highlight=False, soft_wrap=True)
+    progress = LineProgress(console)
+    evaluation = Evaluation(config, split=options.split, progress=progress)
+    try:
+        results = evaluation.measure()
+    except NothingJudged as error:
+        print(f"lightning-ray: the evaluation failed: {error}", file=sys.stderr)
+        return FAILED
+    finally:
+        progress.close()
+    for line in [*lines(results), f"record: {evaluation.run.root / 'results.json'}"]:
+        console.print(line, markup=False)
+    return DONE
+
+
+def _compare(options: argparse.Namespace, overrides: list[str]) -> int:
+    from lightning_ray.evaluation import compare_files
+
+    if overrides:
+        raise ConfigError(f"compare: {overrides[0]!r} is not understood. See lightning-ray compare --help")
+    for name, value in compare_files(options.first, options.second).items():
+        print(f"{name:17} {value}")
+    return DONE
+
+
 def _say_how_to_go_on(trainer) -> None:
     if trainer.run is not None and trainer.run.complete_checkpoints():
         print(f"lightning-ray: go on with: lightning-ray train --resume {trainer.run.root}", file=sys.stderr)
@@ -173,6 +224,21 @@ def _view(options: argparse.Namespace, overrides: list[str]) -> int:
     if overrides:
         raise ConfigError(f"view: {overrides[0]!r} is not understood. See lightning-ray view --help")
     return view(options.path, step=options.step, rollout_id=options.rollout)
+
+
+def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
+    from lightning_ray.doctor import isolation_lines, memory_lines
+
+    if overrides and options.config is None:
+        raise ConfigError(f"doctor: {overrides[0]!r} changes a configuration, but none was given. Add --config FILE")
+    config = Config.load(options.config, overrides) if options.config else None
+    lines, isolated = isolation_lines(config or Config())
+    print("\n".join(lines))
+    fits = True
+    if config is not None:
+        lines, fits = memory_lines(config, options.device_gib)
+        print("\n".join(["", *lines]))
+    return DONE if isolated and fits else FAILED
 
 
 if __name__ == "__main__":

@@ -303,12 +303,32 @@ class ScheduleConfig(Part):
         return self
 
 
+class PricesConfig(Part):
+    """What things cost, in any one currency, for the bill."""
+
+    tokens_in: float = Field(default=0.0, ge=0)
+    """A million prompt tokens that no cache held."""
+    tokens_in_cached: float = Field(default=0.0, ge=0)
+    """A million prompt tokens from the cache."""
+    tokens_out: float = Field(default=0.0, ge=0)
+    """A million sampled tokens."""
+    device_hour: float = Field(default=0.0, ge=0)
+    """An hour of one device."""
+
+    @property
+    def given(self) -> bool:
+        return any((self.tokens_in, self.tokens_in_cached, self.tokens_out, self.device_hour))
+
+
 class EvaluationConfig(Part):
     every: int = Field(default=0, ge=0)
     """Steps between held-out evaluations; 0: only before and after."""
     temperature: float = Field(default=1.0, ge=0)
     tasks: int | None = Field(default=None, ge=1)
     """Held-out tasks of the evaluations in between; null: all. Before and after always take all."""
+    samples: int = Field(default=1, ge=1)
+    """`lightning-ray evaluate`: rollouts of each task; pass@k is given for each power of two up to it."""
+    prices: PricesConfig = PricesConfig()
 
 
 class RayConfig(Part):

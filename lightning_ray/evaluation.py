@@ -1,0 +1,242 @@
+"""Evaluation: a policy on tasks, through the same proxy, harness, sandbox and grading as in training, without learning.
+
+`Evaluation(config).measure()` runs `evaluation.samples` rollouts of each task and writes a directory: `config.yaml`,
+`rollouts/evaluation_000000.parquet`, `predictions.jsonl` (SWE-bench's format: the first rollout of each instance), and
+`results.json`, with what someone else needs to repeat it: hashes of the model and the tasks, versions, the harness's
+configuration, sampling, seed, and the outcome of every rollout. What failed for reasons of ours is counted apart.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import ray
+
+from lightning_ray.bill import bill
+from lightning_ray.comparison import compare, mean_with_interval, pass_at_k
+from lightning_ray.config import Config, ConfigError
+from lightning_ray.fleet import Fleet
+from lightning_ray.generator.worker import GeneratorWorker
+from lightning_ray.harness.spec import RolloutSpec
+from lightning_ray.observe.progress import Progress
+from lightning_ray.observe.records import versions
+from lightning_ray.policy.source import policy_directory
+from lightning_ray.preflight import preflight
+from lightning_ray.ray_session import RaySession
+from lightning_ray.run_directory import RunDirectory, write_whole
+from lightning_ray.statistics import pass_rate
+from lightning_ray.tasks.base import Task
+from lightning_ray.tasks.source import load_tasks
+from lightning_ray.tasks.swe_smith import digest, repository
+from lightning_ray.trainer import rollout_seed
+from lightning_ray.trajectory.archive import write_rollouts
+from lightning_ray.trajectory.call import Trajectory
+
+HASHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+"""Files of a model directory that decide what it says."""
+STOP_TIMEOUT_S = 20
+
+
+class NothingJudged(RuntimeError):
+    """No rollout could be run. The message says why."""
+
+
+class Evaluation:
+    def __init__(self, config: Config, *, split: str = "heldout", progress: Progress | None = None):
+        self.config = config
+        self.progress = progress or Progress()
+        self._split = split
+        self.run: RunDirectory | None = None
+
+    def measure(self) -> dict[str, Any]:
+        """Runs all rollouts, writes the record, gives what `results.json` holds. Raises `ConfigError` for bad input
+        before anything starts, `NothingJudged` where no rollout could be run."""
+        self.progress.phase("checking")
+        preflight(self.config)
+        splits = load_tasks(self.config.tasks)
+        tasks = splits.heldout if self._split == "heldout" else splits.train
+        if not tasks:
+            raise ConfigError("tasks.heldout_source: there are no held-out tasks. Give a file of them, or "
+                              "--split train")
+        self.run = RunDirectory.create(self.config)
+        self.progress.phase("preparing the policy")
+        model = policy_directory(self.config.policy, self.config, self.progress)
+        self.progress.phase("starting Ray")
+        session = RaySession.start(self.config)
+        generators: list[Any] = []
+        try:
+            generators = start_generators(self.config, model)
+            self.progress.phase("starting proxies and runners")
+            fleet = Fleet.start(self.config, self.run, str(model), generators)
+            try:
+                started = time.monotonic()
+                done = self._rollouts(fleet, tasks)
+                return self._record(tasks, done, model, time.monotonic() - started, fleet.facts)
+            finally:
+                fleet.stop()
+        finally:
+            self.progress.phase("stopping")
+            ray.wait([part.stop.remote() for part in generators] or [ray.put(None)],
+                     num_returns=max(1, len(generators)), timeout=STOP_TIMEOUT_S)
+            for part in generators:
+                ray.kill(part)
+            session.stop()
+
+    def _rollouts(self, fleet: Fleet, tasks: Sequence[Task]) -> dict[str, list[Trajectory]]:
+        """Instance id -> its rollouts, in the order of their numbers."""
+        self.progress.phase("rollouts")
+        specs = [self._spec(task, number) for task in tasks for number in range(self.config.evaluation.samples)]
+        found: dict[str, Trajectory] = {}
+        for trajectory in fleet.run(specs):
+            found[trajectory.rollout_id] = trajectory
+            self.progress.rollouts(len(found), len(specs))
+        grouped: dict[str, list[Trajectory]] = {task.instance_id: [] for task in tasks}
+        for spec in specs:
+            grouped[spec.task.instance_id].append(found[spec.rollout_id])
+        return grouped
+
+    def _spec(self, task: Task, number: int) -> RolloutSpec:
+        rollout_id = f"evaluation-{hashlib.sha256(task.instance_id.encode()).hexdigest()[:12]}-s{number}"
+        return RolloutSpec(
+            rollout_id=rollout_id, group_id="evaluation", task=task, mode="evaluate",
+            temperature=self.config.evaluation.temperature, seed=rollout_seed(self.config.run.seed, rollout_id))
+
+    def _record(self, tasks: Sequence[Task], done: Mapping[str, list[Trajectory]], model: Path, wall_s: float,
+                facts: dict[str, Any]) -> dict[str, Any]:
+        everything = [trajectory for members in done.values() for trajectory in members]
+        write_rollouts(self.run.rollouts / "evaluation_000000.parquet", everything,
+                       max_tokens=self.config.policy.max_context,
+                       dropped=dict.fromkeys((each.rollout_id for each in everything), "evaluation"))
+        name = self.config.policy.name
+        write_whole(self.run.root / "predictions.jsonl", "".join(
+            json.dumps(prediction(name, instance, members[0])) + "\n" for instance, members in done.items()))
+        generator = self.config.generator
+        results = {
+            **scores({task.instance_id: task.repo for task in tasks}, done, seed=self.config.run.seed),
+            "bill": bill(everything, self.config.evaluation.prices, wall_s=wall_s,
+                         devices=generator.replicas * generator.tensor_parallel),
+            "model": {"name": name, "sha256": model_digest(model)},
+            "data": {"source": self.config.tasks.source, "split": self._split, "instances": len(tasks),
+                     "sha256": digest(task.model_dump(mode="json") for task in tasks)},
+            "harness": self.config.harness.model_dump(mode="json"),
+            "sampling": {"temperature": self.config.evaluation.temperature,
+                         "max_tokens": self.config.sampling.max_tokens, "max_context": self.config.policy.max_context},
+            "seed": self.config.run.seed, "config_hash": self.config.digest(), "versions": versions(),
+            "isolation": facts, "wall_s": wall_s,
+        }
+        write_whole(self.run.root / "results.json", json.dumps(results, indent=1))
+        return results
+
+
+def start_generators(config: Config, model: Path) -> list[Any]:
+    """The generators alone, each on devices of its own. Blocks until they are ready."""
+    on_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    if on_gpus and config.generator.tensor_parallel > 1:
+        raise ConfigError("generator.tensor_parallel: evaluation runs whole models on one GPU each; set it to 1, and "
+                          "generator.replicas to the number of GPUs")
+    parts = [GeneratorWorker.options(num_cpus=1, num_gpus=1 if on_gpus else 0).remote(
+        str(model), config.generator, config.policy, config.run.seed + number)
+        for number in range(config.generator.replicas)]
+    try:
+        ray.get([part.ready.remote() for part in parts])
+    except BaseException:
+        for part in parts:
+            ray.kill(part)
+        raise
+    return parts
+
+
+def scores(repositories: Mapping[str, str], done: Mapping[str, Sequence[Trajectory]], *, seed: int) -> dict[str, Any]:
+    """Pass rates with intervals, per repository, and every outcome. Pure. `NothingJudged` where there is none.
+
+    `pass@1` of one sample has Wilson's interval, else the bootstrap's over instances. An instance counts for pass@k
+    where at least k of its rollouts were judged; `infra_failed` is how many rollouts were not.
+    """
+    judged = {name: [each for each in members if each.end != "infra_failed"] for name, members in done.items()}
+    judged = {name: members for name, members in judged.items() if members}
+    if not judged:
+        first = next((each for members in done.values() for each in members), None)
+        raise NothingJudged(f"no rollout could be run: {first.reason if first else 'there are no tasks'}")
+    passed = {name: sum(each.passed for each in members) for name, members in judged.items()}
+    rates: dict[str, Any] = {}
+    k = 1
+    while values := [pass_at_k(len(each), passed[name], k) for name, each in judged.items() if len(each) >= k]:
+        if max(map(len, judged.values())) == 1:
+            rates["pass@1"] = pass_rate(sum(passed.values()), len(judged))
+        else:
+            rates[f"pass@{k}"] = {"instances": len(values), **mean_with_interval(values, seed=seed)}
+        k *= 2
+    by_repository: dict[str, list[float]] = {}
+    for name, members in judged.items():
+        by_repository.setdefault(repository(repositories[name]) or "-", []).append(passed[name] / len(members))
+    ends = [each.end for members in done.values() for each in members]
+    return {
+        **rates, "ends": {end: ends.count(end) for end in ("graded", "harness_failed", "infra_failed")},
+        "repositories": {name: {"instances": len(values), "pass@1": fmean(values)}
+                         for name, values in sorted(by_repository.items())},
+        "instances": {name: [outcome(each) for each in members] for name, members in done.items()},
+    }
+
+
+def outcome(trajectory: Trajectory) -> dict[str, Any]:
+    return {"rollout": trajectory.rollout_id, "end": trajectory.end, "passed": trajectory.passed,
+            "reason": trajectory.reason, "suspicions": trajectory.suspicions, "calls": len(trajectory.calls),
+            "tokens_in": trajectory.tokens_prompt, "tokens_out": trajectory.tokens_sampled,
+            "seconds": round(sum(trajectory.timings.values()), 3)}
+
+
+def prediction(model: str, instance_id: str, trajectory: Trajectory) -> dict[str, str]:
+    """SWE-bench's format of a prediction."""
+    patch = trajectory.patch.encode("utf-8", "replace").decode()
+    return {"instance_id": instance_id, "model_name_or_path": model, "model_patch": patch}
+
+
+def model_digest(directory: Path) -> str:
+    """SHA-256 over names and contents of the model's files."""
+    total = hashlib.sha256()
+    for path in sorted({path for pattern in HASHED for path in directory.glob(pattern)}):
+        with path.open("rb") as file:
+            total.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def compare_files(first: Path, second: Path) -> dict[str, Any]:
+    """`comparison.compare` of two results.json. Raises `ConfigError` where they are not of the same instances."""
+    rates = []
+    hashes = []
+    for path in (first, second):
+        try:
+            results = json.loads(path.read_text())
+            hashes.append(results["data"]["sha256"])
+            members = {name: [each for each in outcomes if each["end"] != "infra_failed"]
+                       for name, outcomes in results["instances"].items()}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"compare: {path} is no results.json of an evaluation ({error}). Make one with "
+                              "lightning-ray evaluate") from None
+        rates.append({name: fmean(each["passed"] for each in kept) for name, kept in members.items() if kept})
+    if hashes[0] != hashes[1]:
+        raise ConfigError(f"compare: {first} and {second} were measured on different tasks. Evaluate both on the same "
+                          "files")
+    try:
+        return compare(*rates)
+    except ValueError as error:
+        raise ConfigError(f"compare: {error}. Evaluate again") from None
+
+
+def lines(results: Mapping[str, Any]) -> list[str]:
+    """The results for a terminal."""
+    shown = []
+    for name, value in results.items():
+        if name.startswith("pass@"):
+            rate, (low, high) = value.get("rate", value.get("mean")), value["ci95"]
+            shown.append(f"{name} {rate:.1%} [{low:.1%}, {high:.1%}]")
+    ends, costs = results["ends"], results["bill"]
+    shown.append(", ".join(f"{count} {end}" for end, count in ends.items()))
+    cost = "" if costs["cost"] is None else f"; cost {costs['cost']:.4f}"
+    shown.append(f"tokens in {costs['tokens_in']:,} (cached {costs['tokens_in_cached']:,}), out "
+                 f"{costs['tokens_out']:,}; {costs['device_s']:.0f} device-seconds{cost}")
+    return shown

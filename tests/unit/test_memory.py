@@ -1,0 +1,111 @@
+"""Memory by arithmetic: parameters counted as transformers counts them, parts of known size, advice that helps."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_ray.config import Config, ConfigError
+from lightning_ray.doctor import memory_lines
+from lightning_ray.memory import GIB, RESERVE, advice, estimate, shape_of
+
+RECIPE = Path(__file__).parents[2] / "jobs" / "swe_qwen3_5_9b.yaml"
+LLAMA_8B = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128256,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
+QWEN35 = {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96, "vocab_size": 128, "head_dim": 32,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+          "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+          "layer_types": ["linear_attention"] * 3 + ["full_attention"], "tie_word_embeddings": True}
+
+
+def config(**parts):
+    settings = {"policy": {"path": "m", "max_context": 8192}, "learner": {"zero_stage": 3, "ranks": 4}}
+    for name, values in parts.items():
+        settings[name] = {**settings.get(name, {}), **values}
+    return Config.build(settings)
+
+
+def test_llama_8b_has_its_published_size():
+    shape = shape_of(LLAMA_8B)
+    assert shape.parameters == 8_030_261_248
+    assert estimate(shape, config()).kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("LlamaConfig", {**LLAMA_8B, "num_hidden_layers": 2}), ("Qwen3_5TextConfig", QWEN35),
+    ("Qwen3Config", {**QWEN35, "layer_types": None, "num_hidden_layers": 3, "tie_word_embeddings": False})])
+def test_parameters_are_counted_as_transformers_does(kind, settings):
+    import torch
+    import transformers
+
+    model_config = getattr(transformers, kind)(**settings)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(model_config)
+    found = shape_of(json.loads(model_config.to_json_string(use_diff=False)))
+    assert found.parameters == pytest.approx(model.num_parameters(), rel=0.01)
+
+
+def test_hybrid_models_cache_their_attention_layers_only():
+    shape = shape_of({"text_config": QWEN35})
+    assert shape.cached_layers == 1 and shape.state == 3 * (4 * 16 * 16 + 4 * (2 * 32 + 64))
+
+
+def test_parts_have_the_sizes_that_zero_gives_them():
+    shape = shape_of(LLAMA_8B)
+    count = shape.parameters
+    whole = estimate(shape, config(learner={"zero_stage": 0})).parts
+    assert whole["learner: optimizer"] == 12 * count and whole["learner: weights"] == 2 * count
+    third = estimate(shape, config(learner={"zero_stage": 3})).parts
+    assert third["learner: optimizer"] == 3 * count and third["learner: weights"] == third["learner: gradients"]
+    assert third["learner: weights"] == count // 2
+    second = estimate(shape, config(learner={"zero_stage": 2})).parts
+    assert second["learner: weights"] == 2 * count and second["learner: gradients"] == count // 2
+    offloaded = estimate(shape, config(learner={"offload_optimizer": True}))
+    assert offloaded.parts["learner: optimizer"] == 0 and offloaded.host == 14 * count
+    assert estimate(shape, config()).parts["reserve"] == RESERVE
+
+
+def test_checkpointing_and_tensor_parallelism_help():
+    shape = shape_of(LLAMA_8B)
+    plain, kept = (estimate(shape, config(learner={"gradient_checkpointing": on})) for on in (False, True))
+    assert kept.parts["learner: activations"] < plain.parts["learner: activations"] / 5
+    split = estimate(shape, config(generator={"tensor_parallel": 2}))
+    assert split.parts["generator: weights"] == plain.parts["generator: weights"] // 2
+    assert split.kv_bytes_per_token == plain.kv_bytes_per_token // 2
+
+
+def test_advice_names_settings_and_ends_when_all_fits():
+    shape = shape_of(LLAMA_8B)
+    small = config(generator={"max_num_seqs": 16})
+    found = estimate(shape, small)
+    said = advice(found, small, 40 * GIB)
+    assert any("learner.offload_optimizer" in line for line in said) and "of 40.0" in said[0]
+    assert advice(found, small, found.total) == []
+    greedy = config(generator={"max_num_seqs": 512},
+                    learner={"offload_optimizer": True, "gradient_checkpointing": True})
+    assert any("generator.max_num_seqs 512 ->" in line for line in advice(estimate(shape, greedy), greedy, 80 * GIB))
+
+
+@pytest.mark.parametrize("bad", [{"hidden_size": 1}, {**LLAMA_8B, "num_experts": 8}])
+def test_models_that_it_does_not_know_are_refused(bad):
+    with pytest.raises(ConfigError, match=r"policy\.path"):
+        shape_of(bad)
+
+
+def test_the_doctors_table_says_what_does_not_fit(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    lines, fits = memory_lines(config(policy={"path": tmp_path}), 24.0)
+    assert not fits and any("does not fit" in line for line in lines) and any("8.03e9" in line for line in lines)
+    lines, fits = memory_lines(config(policy={"path": tmp_path}), 500.0)
+    assert fits and lines[-1] == "fits on devices of 500 GiB"
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        memory_lines(config(policy={"path": tmp_path / "none"}), 80.0)
+
+
+def test_the_9b_recipe_loads_with_the_reference_values():
+    recipe = Config.load(RECIPE)
+    assert (recipe.schedule.group_size, recipe.schedule.groups_per_step, recipe.learner.lr) == (8, 16, 1e-6)
+    assert (recipe.algorithm.clip_low, recipe.algorithm.clip_high, recipe.algorithm.kl_coef) == (0.2, 0.28, 0.0)
+    assert (recipe.policy.max_context, recipe.harness.timeout_s, recipe.harness.max_calls) == (81920, 5400, 100)
+    assert recipe.learner.ranks == recipe.generator.replicas * recipe.generator.tensor_parallel
+    assert recipe.runners.resources == {"runner": 1}
