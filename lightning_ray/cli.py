@@ -1,4 +1,4 @@
-"""The command line: `lightning-ray train | capture | view`.
+"""The command line: `lightning-ray train | evaluate | compare | capture | view | doctor`.
 
 Exit status: 0 when done, 2 for bad input, 1 for a failed run, 130 when interrupted.
 """

@@ -1,4 +1,4 @@
-"""Memory by arithmetic: parameters counted as transformers counts them, parts of known size, advice that helps."""
+"""Memory by arithmetic: a model of known size, parts of known size, advice that helps."""
 
 import json
 from pathlib import Path
@@ -29,20 +29,6 @@ def test_llama_8b_has_its_published_size():
     shape = shape_of(LLAMA_8B)
     assert shape.parameters == 8_030_261_248
     assert estimate(shape, config()).kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
-
-
-@pytest.mark.parametrize(("kind", "settings"), [
-    ("LlamaConfig", {**LLAMA_8B, "num_hidden_layers": 2}), ("Qwen3_5TextConfig", QWEN35),
-    ("Qwen3Config", {**QWEN35, "layer_types": None, "num_hidden_layers": 3, "tie_word_embeddings": False})])
-def test_parameters_are_counted_as_transformers_does(kind, settings):
-    import torch
-    import transformers
-
-    model_config = getattr(transformers, kind)(**settings)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(model_config)
-    found = shape_of(json.loads(model_config.to_json_string(use_diff=False)))
-    assert found.parameters == pytest.approx(model.num_parameters(), rel=0.01)
 
 
 def test_hybrid_models_cache_their_attention_layers_only():
