@@ -240,9 +240,9 @@ def test_frozen_generations_go_on_where_they_were_and_new_ones_wait(known, gener
 def test_law_4_a_running_generation_crosses_an_update_at_full_length(
         known, generator, request_for, tiny_model_dir, versions):
     old = known[1]
-    running = [generator.generate.remote(request_for(PROMPT, 400)) for _ in range(4)]
-    wait_until(lambda: in_flight(generator) == 4)
-    time.sleep(0.5)
+    running = [generator.generate.remote(request_for(PROMPT, 400)) for _ in range(32)]
+    wait_until(lambda: in_flight(generator) == 32)
+    time.sleep(0.1)  # some tokens, far from all: 12,800 take seconds
     new = next(versions)
     ray.get(generator.freeze.remote())
     late = generator.generate.remote(request_for(PROMPT, 20))
@@ -255,12 +255,12 @@ def test_law_4_a_running_generation_crosses_an_update_at_full_length(
 
 
 def test_what_had_no_token_yet_belongs_to_the_new_weights(generator, request_for, tiny_model_dir, versions):
+    weights = Weights(tiny_model_dir).disturb(3)
     requests = [request_for(PROMPT, 120) for _ in range(100)]  # 32 run at once, the others wait in the engine
     running = [generator.generate.remote(request) for request in requests]
     wait_until(lambda: in_flight(generator) == 100)
-    time.sleep(0.3)
+    time.sleep(0.1)
     new = next(versions)
-    weights = Weights(tiny_model_dir).disturb(3)
     publish(generator, weights.sent(), new)
     answers = ray.get(running)
     assert all(len(answer.token_ids) == 120 for answer in answers)
