@@ -193,7 +193,8 @@ def test_a_hunk_cannot_hide_another_file():
 
 
 VALID = (changed("x.py", "x", "y") + new_file("conftest.py") + changed("x.py", "y", "z")).split("\n")[:-1]
-LINES = [*VALID, "rename to conftest.py", "GIT binary patch", "literal 3", "zcmZ", "", "--- a/conftest.py", "@@ -1 +0,0 @@"]
+LINES = [*VALID, "rename to conftest.py", "GIT binary patch", "literal 3", "zcmZ", "", "--- a/conftest.py",
+         "@@ -1 +0,0 @@"]
 EDITS = st.tuples(st.sampled_from(["insert", "delete", "replace"]), st.integers(0, 40), st.sampled_from(LINES))
 
 
