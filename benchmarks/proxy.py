@@ -4,10 +4,13 @@
     python benchmarks/proxy.py --against http://127.0.0.1:8000/v1    # the same load on another proxy, and the ratio
     python benchmarks/proxy.py --turns 100           # cost of each call as one conversation grows
 
-The engine is a fake one that answers at once, so that everything measured is the proxy's own: HTTP, parsing, chat
-template, tokenisation, reading the answer, recording (journal included), writing the response. The server runs in one
-process, the load comes from another over keep-alive connections, each connection a rollout of its own. Latency at N
-connections is the whole time from request to answer while N are under way (closed loop).
+Each request of a connection repeats a conversation of twelve messages whose last one is new, as an agent's next call
+does: the last twelfth of the prompt is tokenised each time. The engine is a fake one that answers at once, so that
+everything measured is the proxy's own: HTTP, parsing, chat template, tokenisation, reading the answer, recording
+(journal included), writing the response. The server runs in one process, the load comes from another over keep-alive
+connections, each connection a rollout of its own. Latency at N connections is the whole time from request to answer
+while N are under way (closed loop). "CPU ms/request" is the server process's own time: on a machine that does other
+things as well it says more than requests/s.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from urllib.parse import urlsplit
@@ -24,6 +28,8 @@ from urllib.parse import urlsplit
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 ANSWER_TOKENS = 32
+COUNTER = b"00000000"
+"""Stands in a request where its number goes."""
 WORDS = "the answer is in the file and the file is here for value in values total "
 READY = "READY "
 
@@ -34,7 +40,8 @@ def body_of(tokens: int, number: int) -> bytes:
     size = tokens * len(WORDS) // 16 // 12
     messages = [{"role": "system", "content": f"You are rollout {number}. " + filler[:size]}]
     for turn in range(11):
-        content = f"{turn} " + filler[turn:turn + size]
+        number_of_request = COUNTER.decode() if turn == 10 else str(turn)
+        content = f"{number_of_request} " + filler[turn:turn + size]
         messages.append({"role": ("user", "assistant")[turn % 2], "content": content})
     return json.dumps({"model": "policy", "messages": messages}).encode()
 
@@ -80,12 +87,14 @@ async def serve(connections: int) -> None:
     server, _ = make_server(journal=True)
     await server.start()
     urls = [server.open(opened(number)).base_url for number in range(connections)]
+    began = time.process_time()
     print(READY + json.dumps(urls), flush=True)
     await asyncio.to_thread(sys.stdin.readline)
+    cpu = time.process_time() - began
     status = Path("/proc/self/status").read_text()
     peak = int(status.split("VmHWM:")[1].split()[0]) / 1024
     calls = sum(len(rollout.capture.session.records) for rollout in server.rollouts.values())
-    print(READY + json.dumps({"peak_mb": peak, "calls": calls}), flush=True)
+    print(READY + json.dumps({"peak_mb": peak, "calls": calls, "cpu_ms": 1e3 * cpu / max(1, calls)}), flush=True)
     await server.stop()
 
 
@@ -99,14 +108,16 @@ class Connection(asyncio.Protocol):
         self.request, self.latencies, self.until, self.failures = request, latencies, until, failures
         self.done = asyncio.get_running_loop().create_future()
         self.buffer = bytearray()
+        self.number = 0
 
     def connection_made(self, transport) -> None:
         self.transport = transport
         self._send()
 
     def _send(self) -> None:
+        self.number += 1
         self.sent = time.perf_counter()
-        self.transport.write(self.request)
+        self.transport.write(self.request.replace(COUNTER, b"%08d" % self.number, 1))
 
     def data_received(self, data: bytes) -> None:
         self.buffer += data
@@ -147,12 +158,10 @@ async def load(urls: list[str], tokens: int, connections: int, seconds: float) -
     for number in range(connections):
         parts = urlsplit(urls[number % len(urls)])
         body = body_of(tokens, number)
-        head = (f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-                f"Authorization: Bearer x\r\nContent-Length: {len(body)}\r\n\r\n")
-        _, protocol = await loop.create_connection(
-            lambda request=head.encode() + body: Connection(request, latencies, began + seconds, failures),
-            parts.hostname, parts.port,
-        )
+        head = (f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nAuthorization: Bearer x\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n")
+        make = partial(Connection, head.encode() + body, latencies, began + seconds, failures)
+        _, protocol = await loop.create_connection(make, parts.hostname, parts.port)
         waiting.append(protocol.done)
     await asyncio.gather(*waiting)
     wall = time.perf_counter() - began
@@ -210,9 +219,15 @@ async def stages(tokens: int, repeat: int = 200) -> dict[str, float]:
     exchange, task = capture.begin(asked, body, dialect.name, retried=False)
     await task
     sampled = capture.session.records[0]
+    again = iter(range(10**9))
+
+    def render() -> None:
+        asked.messages[-1]["content"] = f"{next(again)} " + asked.messages[-1]["content"].split(" ", 1)[1]
+        capture._build(asked)
+
     costs = {
         "parse": time_of(lambda: dialect.read(body, capture.session), repeat),
-        "render": time_of(lambda: capture._build(asked), repeat),
+        "render": time_of(render, repeat),
         "record": time_of(lambda: capture.session.record(sampled), repeat),
         "answer": time_of(lambda: dialect.answer(asked, exchange, 0), repeat),
     }
@@ -222,7 +237,7 @@ async def stages(tokens: int, repeat: int = 200) -> dict[str, float]:
 
 async def turns(count: int) -> list[float]:
     """Milliseconds of each call (parse to answer, without HTTP) of one conversation that grows by 300 tokens a turn."""
-    server, codec = make_server(journal=True)
+    server, _ = make_server(journal=True)
     await server.start()
     server.open(opened(0))
     capture = server.rollouts["r0"].capture
@@ -260,12 +275,13 @@ def main() -> None:
         uvloop.run(serve(options.serve))
         return
     print(f"{os.cpu_count()} cores; {ANSWER_TOKENS} tokens an answer; {options.seconds:g} s each")
-    print("\ntokens  connections  requests/s   p50 ms   p99 ms  peak MB  failures" + ("  other/s  ratio" if options.against else ""))
+    columns = "tokens  connections  requests/s  CPU ms/request   p50 ms   p99 ms  peak MB  failures"
+    print("\n" + columns + ("  other/s  ratio" if options.against else ""))
     for tokens in options.tokens:
         for connections in options.connections:
             row = with_server(tokens, connections, options.seconds)
-            line = (f"{tokens:6d}  {connections:11d}  {row['per_second']:10.0f}  {row['p50_ms']:7.1f}  {row['p99_ms']:7.1f}"
-                    f"  {row['peak_mb']:7.0f}  {len(row['failures']):8d}")
+            line = (f"{tokens:6d}  {connections:11d}  {row['per_second']:10.0f}  {row['cpu_ms']:14.2f}  "
+                    f"{row['p50_ms']:7.1f}  {row['p99_ms']:7.1f}  {row['peak_mb']:7.0f}  {len(row['failures']):8d}")
             if options.against:
                 other = run_load([options.against], tokens, connections, options.seconds)
                 line += f"  {other['per_second']:7.0f}  {row['per_second'] / other['per_second']:5.2f}"
@@ -274,7 +290,8 @@ def main() -> None:
                 print("   failed:", failure, flush=True)
     for tokens in options.tokens:
         costs = asyncio.run(stages(tokens))
-        print(f"\ncost by stage, {tokens} tokens: " + ", ".join(f"{name} {cost:.3f} ms" for name, cost in costs.items()))
+        listed = ", ".join(f"{name} {cost:.3f} ms" for name, cost in costs.items())
+        print(f"\ncost by stage, {tokens} tokens: {listed}")
         print(f"recording costs {costs['record'] / costs['render']:.1%} of rendering")
     if options.turns:
         costs = asyncio.run(turns(options.turns))

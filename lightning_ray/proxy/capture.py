@@ -153,9 +153,10 @@ class Capture:
             for number, ids in enumerate(prompt_ids) for index in range(asked.n)
         ]
         self.requests[exchange.ordinal] = [request.request_id for request in requests]
-        results = await asyncio.gather(
-            *(self.engine.generate(opened.rollout_id, request) for request in requests), return_exceptions=True
-        )
+        if len(requests) == 1:
+            results = [await self._generate(requests[0])]
+        else:
+            results = await asyncio.gather(*map(self._generate, requests))
         for number, result in enumerate(results):
             if isinstance(result, Generation):
                 at = number // asked.n
@@ -166,8 +167,14 @@ class Capture:
         for result in results:
             if isinstance(result, ValueError):
                 raise BadRequest(f"The engine refused the request: {result}")
-            if isinstance(result, BaseException):
+            if isinstance(result, Exception):
                 raise result
+
+    async def _generate(self, request: GenerateRequest) -> Generation | Exception:
+        try:
+            return await self.engine.generate(self.session.opened.rollout_id, request)
+        except Exception as error:  # raised by `_ask`, once what others sampled is recorded
+            return error
 
     def request_id(self, life: str, exchange: Exchange, number: int) -> str:
         """The engine's name for one choice of an exchange."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightning_ray.generator.request import GenerateRequest, Generation
+from lightning_ray.generator.request import GenerateRequest, Generation, join
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ class Engine:
         self.seats = [Seat(generator) for generator in generators]
         self.home: dict[str, Seat] = {}
         self.running: dict[str, Seat] = {}
+        self.aborted: set[str] = set()
+        """Requests that were aborted while no generator had them."""
 
     def choose(self, rollout_id: str) -> Seat:
         least = min(self.seats, key=lambda seat: seat.load)
@@ -83,8 +85,11 @@ class Engine:
         return home
 
     async def generate(self, rollout_id: str, request: GenerateRequest) -> Generation:
-        """Sample. Waits out generators that are gone; raises only what the caller's cancellation raises."""
-        while True:
+        """Sample. Waits out generators that are gone. An abort meanwhile gives a generation of no tokens.
+
+        Raises what the generator raises for a request that it cannot serve.
+        """
+        while request.request_id not in self.aborted:
             seat = self.choose(rollout_id)
             seat.load += 1
             self.running[request.request_id] = seat
@@ -97,10 +102,15 @@ class Engine:
                 seat.load -= 1
                 self.running.pop(request.request_id, None)
             await asyncio.sleep(RETRY_S)
+        self.aborted.discard(request.request_id)
+        return join([], "abort")
 
     async def abort(self, request_id: str) -> None:
+        """End a generation, whether it is with a generator or about to be sent to one."""
         seat = self.running.get(request_id)
-        if seat is not None:
+        if seat is None:
+            self.aborted.add(request_id)
+        else:
             await seat.generator.abort(request_id)
 
     def abort_anywhere(self, request_id: str) -> None:
@@ -115,4 +125,6 @@ class Engine:
         self.home.clear()
 
     def forget(self, rollout_id: str) -> None:
+        """The rollout is over; nothing of it is generated any more."""
         self.home.pop(rollout_id, None)
+        self.aborted = {name for name in self.aborted if not name.startswith(rollout_id + "/")}

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_ray.proxy.codec import Answer
+from lightning_ray.proxy.codec import Answer, ToolCall
 from lightning_ray.proxy.conversation import digest, message_parts
 from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.proxy.history import Answered, History
@@ -102,6 +102,31 @@ class Sampled:
     text_length: int
     text_digest: bytes
     raw: bool
+
+    def __reduce__(self) -> tuple:
+        """Pickled as plain values and bytes: several times faster than dataclasses of arrays, and half as long."""
+        values = [getattr(self, name) for name in self.__slots__]
+        choice, answer = self.choice, self.choice.answer
+        values[self.__slots__.index("choice")] = (
+            answer.content, answer.reasoning, [(call.id, call.name, call.arguments) for call in answer.tool_calls],
+            choice.finish_reason, choice.stop_reason, choice.token_ids.tobytes(), choice.logprobs.tobytes(),
+        )
+        for name in ("new_ids", "versions"):
+            values[self.__slots__.index(name)] = getattr(self, name).tobytes()
+        return sampled_again, tuple(values)
+
+
+def sampled_again(*values: Any) -> Sampled:
+    """What `Sampled.__reduce__` took apart."""
+    fields = dict(zip(Sampled.__slots__, values, strict=True))
+    content, reasoning, calls, finish, stop, token_ids, logprobs = fields["choice"]
+    fields["choice"] = Choice(
+        Answer(content, reasoning, tuple(ToolCall(*call) for call in calls)), finish, stop,
+        np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32),
+    )
+    for name in ("new_ids", "versions"):
+        fields[name] = np.frombuffer(fields[name], np.int32)
+    return Sampled(**fields)
 
 
 def keep_nothing(*entry: Any) -> None:

@@ -26,8 +26,6 @@ from tokenizers import Tokenizer
 MARK = "\ufdd1"
 REMEMBERED_CHARACTERS = 32_000_000
 """Most characters of stretches whose tokens are remembered (about 60 MB)."""
-FORGETTABLE = 16
-"""Shorter stretches are not worth it."""
 _MARKS = re.compile(MARK + "(" + MARK + "?)")
 
 
@@ -107,8 +105,6 @@ class Specials:
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def _remembered(self, before: str, stretch: str) -> np.ndarray:
-        if len(stretch) < FORGETTABLE:
-            return self._encode_stretch(before, stretch)
         key = (bool(before), stretch)
         with self._lock:
             known = self._memory.get(key)
