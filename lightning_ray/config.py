@@ -8,25 +8,17 @@ imports or touches anything expensive.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from lightning_ray.settings import ConfigError, Part, explain, merged, parse_overrides, read_yaml
 from lightning_ray.trajectory.advantages import AdvantageName
-
-
-class ConfigError(ValueError):
-    """Bad input. The message is complete: field, value, remedy."""
-
-
-class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 
 class RunConfig(Part):
@@ -361,8 +353,8 @@ class Config(Part):
     def load(cls, path: str | Path | None, overrides: Sequence[str] = (), given: dict[str, Any] | None = None) -> Self:
         """Reads a YAML file (None: nothing but defaults), applies `--part.field value` overrides, then `given` as plain
         data. Raises `ConfigError`."""
-        settings = _merged(_read_yaml(Path(path)) if path else {}, _parse_overrides(cls, overrides))
-        return cls.build(_merged(settings, given or {}))
+        settings = merged(read_yaml(Path(path)) if path else {}, parse_overrides(overrides))
+        return cls.build(merged(settings, given or {}))
 
     @classmethod
     def build(cls, settings: dict[str, Any]) -> Self:
@@ -370,7 +362,7 @@ class Config(Part):
         try:
             return cls(**settings)
         except ValidationError as error:
-            raise ConfigError("\n".join(_explain(cls, item) for item in error.errors())) from None
+            raise ConfigError("\n".join(explain(cls, item) for item in error.errors())) from None
 
     def to_yaml(self) -> str:
         """The resolved configuration, as it is kept in the run directory."""
@@ -380,85 +372,3 @@ class Config(Part):
         """SHA-256 over everything that decides what is learned: all but where the run lies and how Ray is reached."""
         content = self.model_dump(mode="json", exclude={"ray": True, "run": {"dir", "name"}})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"config: there is no file {path}. Give a YAML file, as jobs/quickstart.yaml") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config: {path} cannot be read ({error}). Give a readable YAML file") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config: {path} is not valid YAML. Mend it at the place named here: {error}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"config: {path} holds a {type(content).__name__}. It must be a mapping of parts, as `run:`")
-    return content
-
-
-def _parse_overrides(settings: type[Config], overrides: Sequence[str]) -> dict[str, Any]:
-    """`--part.field value` or `--part.field=value`; values are YAML, so that lists, null and numbers work."""
-    result: dict[str, Any] = {}
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--") or "." not in word:
-            raise ConfigError(f"command line: {word!r} is not understood. Overrides are written --part.field value")
-        name, equals, text = word[2:].partition("=")
-        if not equals:
-            if not words:
-                raise ConfigError(f"command line: --{name} has no value. Write --{name} VALUE")
-            text = words.pop(0)
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        place = result
-        *parents, last = name.replace("-", "_").split(".")
-        for parent in parents:
-            place = place.setdefault(parent, {})
-            if not isinstance(place, dict):
-                raise ConfigError(f"command line: --{name} goes into {parent}, which another override made a value")
-        place[last] = value
-    return result
-
-
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    both = {**base, **over}
-    for key in base.keys() & over.keys():
-        if isinstance(base[key], dict) and isinstance(over[key], dict):
-            both[key] = _merged(base[key], over[key])
-    return both
-
-
-def _explain(settings: type[BaseModel], item: Any) -> str:
-    """One fault as `field: what is wrong with which value. Remedy`."""
-    field = ".".join(str(part) for part in item["loc"]) or "config"
-    value = item.get("input")
-    shown = repr(value if not isinstance(value, dict) or len(str(value)) < 80 else "{...}")
-    match item["type"]:
-        case "extra_forbidden":
-            known = _fields_at(settings, item["loc"][:-1])
-            close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Known here: {', '.join(sorted(known))}"
-            return f"{field}: there is no such field (value {shown}). {hint}"
-        case "value_error":
-            return f"{field}: {item['ctx']['error']}"
-        case "literal_error":
-            return f"{field}: {shown} is not one of {item['ctx']['expected']}. Take one of these"
-        case _:
-            return f"{field}: {item['msg']}, not {shown}. Change it in the file or with --{field} VALUE"
-
-
-def _fields_at(settings: type[BaseModel], location: tuple) -> list[str]:
-    """Field names of the part at `location`."""
-    for part in location:
-        field = settings.model_fields.get(part)
-        options = [field.annotation, *get_args(field.annotation)] if field else []
-        inner = next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
-        if inner is None:
-            return []
-        settings = inner
-    return list(settings.model_fields)
