@@ -228,8 +228,8 @@ async def stages(tokens: int, repeat: int = 200) -> dict[str, float]:
     costs = {
         "parse": time_of(lambda: dialect.read(body, capture.session), repeat),
         "render": time_of(render, repeat),
-        "record": time_of(lambda: capture.session.record(sampled), repeat),
         "answer": time_of(lambda: dialect.answer(asked, exchange, 0), repeat),
+        "record": time_of(lambda: capture.session.record(sampled), repeat),
     }
     await server.stop()
     return costs

@@ -34,7 +34,8 @@ class Proxy:
         self.server: Any = None
         self.starting: Any = None
         here = ray.get_runtime_context()
-        if here.was_current_actor_reconstructed:
+        self.restored = here.was_current_actor_reconstructed
+        if self.restored:
             here.current_actor.start.remote()
 
     async def start(self) -> tuple[str, int]:
@@ -64,7 +65,7 @@ class Proxy:
         codec = Codec(self.model_dir, self.policy)
         engine = Engine([RayGenerator(handle) for handle in self.generators])
         server = ProxyServer(codec, engine, self.config, self.policy.name, self.journal_dir)
-        await server.start()
+        await server.start(restored=self.restored)
         self.server = server
 
     async def open(self, rollout: OpenRollout) -> Endpoint:

@@ -5,8 +5,8 @@ for that rollout only and dead once it is finished). On a listener inside a sand
 itself is the identity, and no key is looked at. There is nothing else to reach: no listing, no reward, no control.
 
 With a journal directory, everything survives the process: the captures (`journal.py`) and the listening sockets
-(`keeper.py`). A proxy that is started in the directory of one that died goes on where that one was; requests that it
-was answering have lost their connection, and their clients ask again.
+(`keeper.py`). A proxy that is started with `restored=True` in the directory of one that died goes on where that one
+was; requests that it was answering have lost their connection, and their clients ask again.
 """
 
 import asyncio
@@ -73,8 +73,9 @@ class ProxyServer:
         self.keeper: Keeper | None = None
         self.address: tuple[str, int] | None = None
 
-    async def start(self) -> tuple[str, int]:
-        """Listen on the loopback, and go on with what an earlier process of this directory left.
+    async def start(self, *, restored: bool = False) -> tuple[str, int]:
+        """Listen on the loopback. `restored`: go on with what an earlier process left in the journal directory;
+        otherwise what lies there is from a run that is over, and is removed.
 
         OSError where the port is taken.
         """
@@ -83,7 +84,10 @@ class ProxyServer:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.keeper = await asyncio.to_thread(Keeper, self.directory, watch=os.getppid())
             kept = self.keeper.sockets()
-            self._restore()
+            if restored:
+                self._restore()
+            else:
+                self._remove_remains(kept)
         listener = kept.pop(TCP, None)
         if listener is None:
             listener = socket.create_server(("127.0.0.1", self.config.port), backlog=BACKLOG)
@@ -94,6 +98,13 @@ class ProxyServer:
             await self._take_over(name, inside)
         self._site = await self.front.serve(listener, self._over_tcp)
         return self.address
+
+    def _remove_remains(self, kept: dict[str, socket.socket]) -> None:
+        for name in list(kept):
+            kept.pop(name).close()
+            self.keeper.drop(name)
+        for path in journals(self.directory):
+            path.unlink()
 
     def _restore(self) -> None:
         for path in journals(self.directory):

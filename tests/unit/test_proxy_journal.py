@@ -128,7 +128,7 @@ async def test_law8_a_proxy_that_comes_back_knows_its_rollouts(tmp_path):
     assert not waiting.done()
     engine.hold = None
     second = ProxyServer(codec, Engine([engine]), config, "policy", tmp_path)
-    assert await second.start() == first.address
+    assert await second.start(restored=True) == first.address
     assert second.open(rollout("a/1")) == endpoint
     assert (await waiting).choices[0].message.content == "Three."
     assert engine.requests[1].request_id in engine.aborted
@@ -139,10 +139,16 @@ async def test_law8_a_proxy_that_comes_back_knows_its_rollouts(tmp_path):
     ]
     await die(second)
     third = ProxyServer(codec, Engine([engine]), config, "policy", tmp_path)  # finish is asked again: the same answer
-    await third.start()
+    await third.start(restored=True)
     same_calls(await third.finish("a/1"), calls)
     with pytest.raises(openai.NotFoundError):
         await client.chat.completions.create(model="policy", messages=messages)
-    await third.stop()
+    third.open(rollout("b"))
+    await die(third)
+    fourth = ProxyServer(codec, Engine([engine]), config, "policy", tmp_path)  # another run in the same directory
+    await fourth.start()
+    assert not fourth.rollouts and not journals(tmp_path)
+    fourth.open(rollout("b"))
+    await fourth.stop()
     await client.close()
     assert not journals(tmp_path)
