@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     cut = words.index("--") if "--" in words else len(words)
     plain, overrides = separate_overrides(words[:cut])
-    options = _parser().parse_args(plain)
+    options, unknown = _parser().parse_known_args(plain)
+    overrides += unknown  # each command refuses them by name
     options.command = words[cut + 1:]
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
