@@ -5,9 +5,7 @@ without waiting for a call, and goes on with the rollouts of its journal directo
 which ask again, notices. vLLM is imported in `start`, so that a handle costs its holder nothing.
 """
 
-import gc
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +65,6 @@ class Proxy:
         codec = Codec(self.model_dir, self.policy)
         engine = Engine([RayGenerator(handle) for handle in self.generators])
         server = ProxyServer(codec, engine, self.config, self.policy.name, self.journal_dir)
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        gc.collect()
-        gc.freeze()  # a million objects of imported modules, which collections need not look at again
         await server.start(restored=self.restored)
         self.server = server
 

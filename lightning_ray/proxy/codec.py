@@ -86,7 +86,6 @@ class Codec:
         if not (model_dir / "config.json").is_file():
             raise ConfigError(f"policy.path: {model_dir} has no config.json; give a Hugging Face model directory")
         self.max_context = policy.max_context
-        """Tokens, prompt and answer together."""
         self.model_config = ModelConfig(
             model=str(model_dir), tokenizer=str(model_dir), max_model_len=policy.max_context, generation_config="vllm",
         )
@@ -97,8 +96,6 @@ class Codec:
                 f"policy.path: the tokenizer in {model_dir} is a {type(self.tokenizer).__name__}; "
                 "a fast tokenizer (tokenizer.json) is needed"
             )
-        self.most_characters = policy.max_context * self.tokenizer.max_chars_per_token
-        """A longer text has too many tokens, whatever it says."""
         self.chat_template = self._template(model_dir, policy)
         self.parser_class = self._parser(policy)
         self.specials = Specials(self.tokenizer.backend_tokenizer)

@@ -9,39 +9,27 @@ from lightning_ray.proxy.errors import NotFound, TooMany
 
 WAITING = 16
 """So many times the bound may wait."""
-BODIES = 8
-"""The bodies of all open requests together may be so many times as long as one may be."""
 
 
 class Gate:
     """Admission to one rollout's endpoint: open requests are counted, running calls bounded, `close` revokes."""
 
-    def __init__(self, most_running: int, most_body: int) -> None:
-        """`most_body`: bytes of one request's body."""
+    def __init__(self, most_running: int) -> None:
         self.most_open = most_running * WAITING
-        self.most_bytes = most_body * BODIES
         self.open = 0
-        self.bytes = 0
         self.closed = False
         self._turns = asyncio.Semaphore(most_running)
 
-    def enter(self, size: int) -> None:
-        """A request came in whose body has `size` bytes at most; `leave` must follow.
-
-        Raises `NotFound` after `close`, `TooMany` where too many are open, or too much of their bodies.
-        """
+    def enter(self) -> None:
+        """A request came in. Raises `NotFound` after `close`, `TooMany` where too many are open."""
         if self.closed:
             raise NotFound("This endpoint has been closed.")
         if self.open >= self.most_open:
             raise TooMany(f"{self.open} requests are open at once on this endpoint; the bound is {self.most_open}.")
-        if self.bytes + size > self.most_bytes:
-            raise TooMany(f"The requests that are open at once on this endpoint exceed {self.most_bytes} bytes.")
         self.open += 1
-        self.bytes += size
 
-    def leave(self, size: int) -> None:
+    def leave(self) -> None:
         self.open -= 1
-        self.bytes -= size
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -41,7 +41,6 @@ class Front:
         self.codec = codec
         self.config = config
         self.model = model
-        self.most_body = config.max_body_mb * 1024 * 1024
         self.started = int(time.time())
         self.messages = Messages(codec)
         self.dialects: dict[str, Dialect] = {
@@ -49,24 +48,18 @@ class Front:
             "/v1/responses": Responses(codec, model), "/v1/messages": self.messages, COUNT_TOKENS: self.messages,
         }
 
-    async def serve(
-        self, listener: socket.socket, handler: Handler, *, most_connections: int | None = None
-    ) -> "Site":
+    async def serve(self, listener: socket.socket, handler: Handler) -> "Site":
         """Serve a listening socket with `handler(request)`."""
+        most = self.config.max_body_mb * 1024 * 1024
         loop = asyncio.get_running_loop()
 
         def make_request(message, payload, protocol, writer, task) -> web.BaseRequest:
-            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=self.most_body)
+            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=most)
 
         http = web.Server(
             handler, request_factory=make_request, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_S,
         )
-
-        def connect() -> asyncio.Protocol:
-            full = most_connections is not None and len(http.connections) >= most_connections
-            return Refusing() if full else http()
-
-        return Site(http, await loop.create_server(connect, sock=listener, backlog=BACKLOG))
+        return Site(http, await loop.create_server(http, sock=listener, backlog=BACKLOG))
 
     async def answer(self, capture: Capture, request: web.BaseRequest, path: str) -> web.StreamResponse:
         """Answer one request of a rollout; `path` begins behind what named the rollout. Never raises for what a
@@ -82,9 +75,8 @@ class Front:
             return refuse(NotFound(f"There is no {request.method} {path or '/'}."))
         if request.method != "POST":
             return refuse(BadRequest(f"{path} takes POST, not {request.method}."), dialect)
-        size = min(request.content_length if request.content_length is not None else self.most_body, self.most_body)
         try:
-            capture.gate.enter(size)
+            capture.gate.enter()
         except ProxyError as error:
             return refuse(error, dialect)
         try:
@@ -100,7 +92,7 @@ class Front:
             logger.exception("a request of rollout %s failed", capture.session.opened.rollout_id)
             return refuse(ProxyError("The proxy failed on this request."), dialect)
         finally:
-            capture.gate.leave(size)
+            capture.gate.leave()
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         try:
@@ -165,13 +157,6 @@ class Front:
 def refuse(error: ProxyError, dialect: Dialect | None = None) -> web.Response:
     """An error response in the dialect's shape."""
     return web.Response(status=error.status, body=dialect.error(error) if dialect else openai_body(error), headers=JSON)
-
-
-class Refusing(asyncio.Protocol):
-    """Closes a connection as soon as it comes."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.abort()
 
 
 class Site:
