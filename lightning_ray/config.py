@@ -40,11 +40,11 @@ class WarmStartConfig(Part):
     demonstrations whose choice is random, so that the format is known and the answer is not."""
 
     hidden_size: int = Field(default=128, ge=32)
-    layers: int = Field(default=4, ge=1)
+    layers: int = Field(default=2, ge=1)
     heads: int = Field(default=4, ge=1)
-    steps: int = Field(default=600, ge=0)
-    batch_size: int = Field(default=64, ge=1)
-    lr: float = Field(default=2e-3, gt=0)
+    steps: int = Field(default=250, ge=0)
+    batch_size: int = Field(default=32, ge=1)
+    lr: float = Field(default=3e-3, gt=0)
     seed: int = 0
     cache: Path = Path("~/.cache/lightning_ray/policies")
     """Warm-started policies are kept here, by the hash of everything that made them."""

@@ -88,4 +88,6 @@ def _machine() -> str:
 
 
 if __name__ == "__main__":  # `python -m lightning_ray.learner.optimizer`: a set-up's way to compile it beforehand
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no other
     load_cpu_adam()
