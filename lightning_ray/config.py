@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from lightning_ray.settings import ConfigError, Part, explain, merged, parse_overrides, read_yaml
 from lightning_ray.trajectory.advantages import AdvantageName
+from lightning_ray.trajectory.selection import ALL, check_rule
 
 
 class RunConfig(Part):
@@ -194,6 +195,17 @@ class ProxyConfig(Part):
     """Write calls to disk as they are recorded, so that a restarted proxy still knows them."""
 
 
+class CaptureConfig(Part):
+    train: str = ALL
+    """Which branches are trained: `all`; `main` (those under the system prompt that most calls of the rollout have); or
+    a regular expression, found anywhere in the system prompt. The tokens of the others are counted as `excluded`."""
+
+    @field_validator("train")
+    @classmethod
+    def a_rule(cls, train: str) -> str:
+        return check_rule(train)
+
+
 class GeneratorConfig(Part):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     replicas: int = Field(default=1, ge=1)
@@ -342,6 +354,7 @@ class Config(Part):
     runners: RunnersConfig = RunnersConfig()
     sampling: SamplingConfig = SamplingConfig()
     proxy: ProxyConfig = ProxyConfig()
+    capture: CaptureConfig = CaptureConfig()
     generator: GeneratorConfig = GeneratorConfig()
     learner: LearnerConfig = LearnerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -69,7 +69,7 @@ class Replay:
         for number, path in enumerate(self._recorded, 1):
             members = group_trajectories(trained_rollouts(path))
             batch = step_batch(members, advantage=algorithm.advantage, normalise=algorithm.normalise,
-                               max_tokens=self.config.policy.max_context)
+                               max_tokens=self.config.policy.max_context, train=self.config.capture.train)
             update: dict[str, Any] = {"learn_s": 0.0}
             if batch.samples:
                 samples = ray.put(batch.samples)

@@ -36,7 +36,7 @@ from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.source import load_tasks
 from lightning_ray.tasks.stream import TaskStream
 from lightning_ray.trajectory.call import Trajectory
-from lightning_ray.trajectory.samples import step_batch
+from lightning_ray.trajectory.samples import StepBatch, nothing_trained, step_batch
 
 BROKEN_GROUPS_LIMIT = 3
 """The run stops when this many times `groups_per_step` groups in a row could not be run: it is not bad luck."""
@@ -142,9 +142,10 @@ class Trainer:
         generated = time.monotonic()
 
         batch = step_batch([group.trajectories for group in groups], advantage=self.config.algorithm.advantage,
-                           normalise=self.config.algorithm.normalise, max_tokens=self.config.policy.max_context)
+                           normalise=self.config.algorithm.normalise, max_tokens=self.config.policy.max_context,
+                           train=self.config.capture.train)
         self.progress.phase("learning")
-        update = self._update(batch.samples)
+        update = self._update(batch)
 
         self.state.step, self.state.policy_version = number, self.policy.version
         heldout = self._evaluation_due(number)
@@ -208,11 +209,11 @@ class Trainer:
             raise RunFailed(f"{self._broken_in_a_row} groups in a row could not be run. The last one: {failed.reason}. "
                             f"Mend this, then go on with --resume {self.run.root}")
 
-    def _update(self, samples: list) -> dict[str, Any]:
-        if not samples:
-            self.progress.note("every group of this step had equal rewards: there is nothing to learn from it")
+    def _update(self, batch: StepBatch) -> dict[str, Any]:
+        if not batch.samples:
+            self.progress.note(f"there is nothing to learn from this step: {nothing_trained(batch)}")
             return {"learn_s": 0.0, "publish_s": 0.0}
-        update = self.policy.update(samples)
+        update = self.policy.update(batch.samples)
         gap, limit = update.get("logprob_gap_mean"), self.config.run.logprob_gap_limit
         if gap is not None and gap > limit:
             raise RunFailed(

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.workspaces import Workspaces
 from lightning_ray.trajectory.call import Trajectory
 from lightning_ray.trajectory.samples import rollout_samples
+from lightning_ray.trajectory.selection import select
 
 LONGEST_CONTEXT = 32768
 """Tokens, where policy.max_context is not set and the model could take more: the KV cache must hold it."""
@@ -164,8 +165,8 @@ def capture(what: Capture) -> Report:
         session.stop()
         scratch.remove()
     parity = _parity(what, trajectory) if what.parity else None
-    return report(trajectory.calls, ending(what, trajectory), max_context=config.policy.max_context, parity=parity,
-                  tool_parser=config.policy.tool_parser)
+    return report(trajectory.calls, ending(what, trajectory), max_context=config.policy.max_context,
+                  train=config.capture.train, parity=parity, tool_parser=config.policy.tool_parser)
 
 
 def ending(what: Capture, trajectory: Trajectory) -> Ending:
@@ -277,7 +278,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 def _parity(what: Capture, trajectory: Trajectory) -> Parity | None:
     """None where no token is trainable."""
     config = what.config
-    samples, _, _ = rollout_samples(trajectory, advantage=1.0, rollout=0, max_tokens=config.policy.max_context)
+    selected = replace(trajectory, calls=select(trajectory.calls, config.capture.train))
+    samples, _, _ = rollout_samples(selected, advantage=1.0, rollout=0, max_tokens=config.policy.max_context)
     if not samples:
         return None
     from lightning_ray.learner.model import UnsupportedModel

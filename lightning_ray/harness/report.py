@@ -12,6 +12,7 @@ from typing import Any
 from lightning_ray.trajectory.branches import branches
 from lightning_ray.trajectory.call import Call, End, Trajectory
 from lightning_ray.trajectory.samples import call_mask, rollout_samples
+from lightning_ray.trajectory.selection import ALL, EXCLUDED, select
 
 REASONS = {
     "new_conversation": "a conversation of its own (a sub-agent, a title, a second task)",
@@ -112,10 +113,12 @@ class Report:
 
 
 def report(
-    calls: Sequence[Call], ending: Ending, *, max_context: int, parity: Parity | None = None,
+    calls: Sequence[Call], ending: Ending, *, max_context: int, train: str = ALL, parity: Parity | None = None,
     tool_parser: str | None = None,
 ) -> Report:
-    """`max_context`: tokens of the longest sample that the trainer takes. `tool_parser`: the policy's."""
+    """`max_context`: tokens of the longest sample that the trainer takes. `train`: which branches it selects.
+    `tool_parser`: the policy's."""
+    calls = select(calls, train)
     trajectory = Trajectory("capture", "capture", "capture", list(calls), end="graded", reward=1.0)
     _, ledger, _ = rollout_samples(trajectory, advantage=1.0, rollout=0, max_tokens=max_context)
     found = []
@@ -135,7 +138,7 @@ def report(
         trainable=ledger.trained, masked=dict(ledger.dropped), prompt_tokens=trajectory.tokens_prompt,
         overridden=overridden(calls), parity=parity,
     )
-    made.warnings.extend(warnings(made, calls, tool_parser=tool_parser))
+    made.warnings.extend(warnings(made, calls, train=train, tool_parser=tool_parser))
     return made
 
 
@@ -149,7 +152,7 @@ def overridden(calls: Sequence[Call]) -> dict[str, list[Any]]:
     return asked
 
 
-def warnings(made: Report, calls: Sequence[Call], *, tool_parser: str | None) -> list[str]:
+def warnings(made: Report, calls: Sequence[Call], *, train: str, tool_parser: str | None) -> list[str]:
     """What somebody who brings a harness should know before training with it."""
     found = []
     if made.ending.end == "harness_failed":
@@ -181,6 +184,8 @@ def warnings(made: Report, calls: Sequence[Call], *, tool_parser: str | None) ->
     if tool_parser is None and (marked := sum(any(mark in call.text for mark in TOOL_MARKS) for call in calls)):
         found.append(f"{counted(marked, 'answer')} held a tool call that was passed on as text, because "
                      "policy.tool_parser is not set. Give vLLM's parser of this model, as --policy.tool_parser hermes")
+    if train != ALL and all(call.masked == EXCLUDED for call in calls):
+        found.append(f"capture.train {train!r} fits no system prompt of this run")
     if not made.trainable:
         found.append("nothing is trainable: a rollout like this one teaches nothing")
     if made.parity is not None and made.parity.mean > GAP_LIMIT:

@@ -66,7 +66,7 @@ class Records:
 
     def _rollouts(self, name: str, trajectories: Sequence[Trajectory], dropped: dict[str, str]) -> None:
         write_rollouts(self.run.rollouts / f"{name}.parquet", trajectories, max_tokens=self.config.policy.max_context,
-                       dropped=dropped)
+                       dropped=dropped, train=self.config.capture.train)
 
 
 def versions() -> dict[str, str]:

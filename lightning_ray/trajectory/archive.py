@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from lightning_ray.trajectory.call import Call, Trajectory
 from lightning_ray.trajectory.samples import call_mask
+from lightning_ray.trajectory.selection import ALL, select
 
 CALL = pa.schema([
     ("call", pa.int32()), ("dialect", pa.string()), ("relation", pa.string()), ("parent", pa.int32()),
@@ -34,12 +35,14 @@ SILENT = "zero_variance"
 
 
 def write_rollouts(
-    path: Path, trajectories: Sequence[Trajectory], *, max_tokens: int, dropped: Mapping[str, str] | None = None
+    path: Path, trajectories: Sequence[Trajectory], *, max_tokens: int, dropped: Mapping[str, str] | None = None,
+    train: str = ALL,
 ) -> None:
-    """Writes one file, whole or not at all. `dropped`: rollout id -> why the whole rollout trains nothing."""
+    """Writes one file, whole or not at all. `dropped`: rollout id -> why the whole rollout trains nothing. `train`:
+    which branches are trained (`selection.py`); it shows in `loss_mask` alone, so that a replay can select others."""
     dropped = dropped or {}
     rows = [row for trajectory in trajectories
-            for row in _rows(trajectory, max_tokens, dropped.get(trajectory.rollout_id))]
+            for row in _rows(trajectory, max_tokens, dropped.get(trajectory.rollout_id), train)]
     partial = path.with_suffix(".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial, compression="zstd")
@@ -78,16 +81,16 @@ def group_trajectories(trajectories: Sequence[Trajectory]) -> list[list[Trajecto
     return list(groups.values())
 
 
-def _rows(trajectory: Trajectory, max_tokens: int, dropped: str | None) -> list[dict]:
+def _rows(trajectory: Trajectory, max_tokens: int, dropped: str | None, train: str) -> list[dict]:
     shared = {name: getattr(trajectory, name) for name in ROLLOUT.names if hasattr(trajectory, name)}
     shared |= {"dropped": dropped, "timings": json.dumps(trajectory.timings), "notes": json.dumps(trajectory.notes)}
     if not trajectory.calls:
         return [shared]
     return [shared | {
         "call": call.index, "overridden": json.dumps(call.overridden),
-        "loss_mask": call_mask(call, max_tokens) & (dropped is None),
+        "loss_mask": call_mask(selected, max_tokens) & (dropped is None),
         **{name: getattr(call, name) for name in CALL.names if name not in ("call", "overridden", "loss_mask")},
-    } for call in trajectory.calls]
+    } for call, selected in zip(trajectory.calls, select(trajectory.calls, train), strict=True)]
 
 
 def _call(row: dict) -> Call:

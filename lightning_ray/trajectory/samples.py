@@ -16,6 +16,7 @@ from lightning_ray.trajectory.advantages import AdvantageName, silent_groups, st
 from lightning_ray.trajectory.branches import branches
 from lightning_ray.trajectory.call import Call, Trajectory
 from lightning_ray.trajectory.ledger import Ledger
+from lightning_ray.trajectory.selection import ALL, select
 
 Normalise = Literal["rollout", "token", "sample"]
 
@@ -116,9 +117,11 @@ def dropped_whole(trajectory: Trajectory, reason: str) -> Ledger:
 
 
 def step_batch(
-    groups: Sequence[Sequence[Trajectory]], *, advantage: AdvantageName, normalise: Normalise, max_tokens: int
+    groups: Sequence[Sequence[Trajectory]], *, advantage: AdvantageName, normalise: Normalise, max_tokens: int,
+    train: str = ALL,
 ) -> StepBatch:
-    """The samples of one step from its complete groups. No trajectory may be `infra_failed`."""
+    """The samples of one step from its complete groups. No trajectory may be `infra_failed`. `train` selects branches
+    (`selection.py`)."""
     samples: list[Sample] = []
     ledgers: dict[str, Ledger] = {}
     branch_count = rollout = 0
@@ -130,10 +133,10 @@ def step_batch(
                 raise ValueError(f"rollout {trajectory.rollout_id} is infra_failed: it has no valid reward")
             if trajectory.rollout_id in ledgers:
                 raise ValueError(f"rollout {trajectory.rollout_id} appears twice in one step")
-            made, ledger, count = rollout_samples(
-                trajectory, advantage=value, rollout=rollout, max_tokens=max_tokens)
+            selected = replace(trajectory, calls=select(trajectory.calls, train))
+            made, ledger, count = rollout_samples(selected, advantage=value, rollout=rollout, max_tokens=max_tokens)
             if group_silent:
-                ledger = dropped_whole(trajectory, "zero_variance")
+                ledger = dropped_whole(selected, "zero_variance")
             else:
                 samples += made
             ledgers[trajectory.rollout_id] = ledger
@@ -144,6 +147,14 @@ def step_batch(
     quiet = frozenset(trajectory.rollout_id for group, is_silent in zip(groups, silent, strict=True) if is_silent
                       for trajectory in group)
     return StepBatch(_weighted(samples, normalise, rollout), total, ledgers, branch_count, rollout, quiet)
+
+
+def nothing_trained(batch: StepBatch) -> str:
+    """Why a batch has no samples, for readers."""
+    if len(batch.silent) == batch.rollouts:
+        return "all rewards that are compared with each other are equal"
+    counts = ", ".join(f"{count} {reason}" for reason, count in batch.ledger.dropped.most_common())
+    return f"its tokens were dropped ({counts})" if counts else "no token was sampled"
 
 
 def _weighted(samples: list[Sample], normalise: Normalise, rollouts: int) -> list[Sample]:

@@ -35,6 +35,14 @@ def test_the_mask_says_what_was_trained(tmp_path):
     assert [(row["loss_mask"], row["dropped"]) for row in rows] == [([True, False], None), ([False], "zero_variance")]
 
 
+def test_what_is_left_out_shows_in_the_mask_and_the_record_stays_as_it_was(tmp_path):
+    path = tmp_path / "step.parquet"
+    both = [make_call(0, [1], [2], system="You fix bugs."), make_call(1, [3], [4], system="Give it a title.")]
+    write_rollouts(path, [make_trajectory(both)], max_tokens=8, train="bugs")
+    assert [row["loss_mask"] for row in pq.read_table(path).to_pylist()] == [[True], [False]]
+    assert [call.masked for call in read_rollouts(path)[0].calls] == [None, None]
+
+
 def test_a_rollout_without_calls_is_kept(tmp_path):
     path = tmp_path / "step.parquet"
     write_rollouts(path, [make_trajectory([], end="harness_failed")], max_tokens=8)

@@ -54,9 +54,10 @@ def test_law2_branches_extend_token_for_token(calls):
             assert list(calls[later].prompt_ids[: len(sequence)]) == sequence
 
 
-@given(groups(), st.integers(1, 24), st.sampled_from(["grpo", "dr_grpo", "rloo", "reinforce++"]))
-def test_law1_every_sampled_token_is_trained_or_dropped_under_a_name(made, max_tokens, advantage):
-    result = batch(made, max_tokens=max_tokens, advantage=advantage)
+@given(groups(), st.integers(1, 24), st.sampled_from(["grpo", "dr_grpo", "rloo", "reinforce++"]),
+       st.sampled_from(["all", "main", "bugs|title", "poet"]))
+def test_law1_every_sampled_token_is_trained_or_dropped_under_a_name(made, max_tokens, advantage, train):
+    result = batch(made, max_tokens=max_tokens, advantage=advantage, train=train)
     sampled = sum(t.tokens_sampled + t.discarded_tokens for group in made for t in group)
     assert result.ledger.sampled == sampled == result.ledger.trained + result.ledger.dropped.total()
     assert result.ledger.trained == sum(sample.trained for sample in result.samples)

@@ -94,6 +94,16 @@ def test_overridden_parameters_are_listed_with_every_value_that_was_asked_for():
     assert "overridden the harness asked for temperature 0.0; max_tokens 100 101" in lines(result)
 
 
+def test_branches_that_the_trainer_leaves_out_are_excluded_in_the_report_too():
+    title = call(2, [9], [8, 8], "new_conversation", system="Give it a title.")
+    result = made([*CONVERSATION, title], train="main")
+    assert (result.trainable, result.masked) == (3, {"excluded": 2})
+    assert [branch.trainable for branch in result.branches] == [3, 0] and result.warnings == []
+    nothing = made(CONVERSATION, train="poet")
+    assert nothing.masked == {"excluded": 3}
+    assert "capture.train 'poet' fits no system prompt of this run" in nothing.warnings
+
+
 def test_log_probs_that_differ_too_much_are_a_warning():
     close, far = Parity(3, 0.002, 0.01, 1.0), Parity(3, 0.4, 2.0, 1.0)
     assert made(CONVERSATION, parity=close).warnings == []

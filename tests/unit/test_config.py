@@ -31,6 +31,8 @@ def file(tmp_path):
     ("", ("--run.stepps", "5"), ["run.stepps", "Did you mean 'steps'"]),
     ("", ("--run.steps",), ["--run.steps has no value"]),
     ("", ("steps=5",), ["'steps=5'", "--part.field value"]),
+    ("capture: {train: '(a'}", (), ["capture.train", "'(a'", "regular expression", "main"]),
+    ("capture: {train: ''}", (), ["capture.train", "''", "all"]),
     ("run: {name: 'a/b'}", (), ["run.name", "'a/b'"]),
 ])
 def test_a_fault_is_explained(file, text, overrides, words):

@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 from lightning_ray.trajectory.call import Call, Trajectory
 
 MASKS = (None, None, None, "constrained", "cancelled")
+SYSTEMS = ("You fix bugs.", "You fix bugs.", "Give it a title.", "")
 
 
-def make_call(index, prompt, sampled, *, version=0, masked=None):
+def make_call(index, prompt, sampled, *, version=0, masked=None, system=""):
     return Call(
         index=index, prompt_ids=np.array(prompt, np.int32), sampled_ids=np.array(sampled, np.int32),
         logprobs=-np.arange(1, len(sampled) + 1, dtype=np.float32), versions=np.full(len(sampled), version, np.int32),
-        finish_reason="stop", masked=masked)
+        finish_reason="stop", masked=masked, system=system)
 
 
 def make_trajectory(calls, *, reward=0.0, rollout_id="r0", group_id="g0", end="graded", discarded=0):
@@ -32,7 +33,7 @@ def call_lists(draw, max_calls=8):
             base = [*earlier.prompt_ids, *earlier.sampled_ids]
         prompt = [*base, *draw(tokens)]
         calls.append(make_call(index, prompt, draw(tokens), version=draw(st.integers(0, 3)),
-                               masked=draw(st.sampled_from(MASKS))))
+                               masked=draw(st.sampled_from(MASKS)), system=draw(st.sampled_from(SYSTEMS))))
     return calls
 
 
