@@ -4,12 +4,15 @@ A group is held from its start until it is taken for an update or dropped. At mo
 held; `take` gives `groups_per_step` complete ones, the oldest start first, so that short rollouts are not favoured
 and carried-over groups go before new ones. `groups_in_flight == groups_per_step` is the synchronous schedule.
 
-A group leaves without being trained, whole, for one of three reasons: `stale` (a token older than `max_staleness`
-policy versions; its task is to be queued again), `infra_failed` (a member that could not be run, retries included), or
-`resampled` (all rewards equal; at most `resample` groups for each `take`, so that a step fills at last).
+A group leaves without being trained, whole, for one of four reasons: `stale` (a token older than `max_staleness`
+policy versions; its task is to be queued again), `set_aside` (the same, but the task's groups were too old as soon as
+they were complete `stale_limit` times in a row: it takes longer than the schedule has, and is not to be run again),
+`infra_failed` (a member that could not be run, retries included), or `resampled` (all rewards equal; at most `resample`
+groups for each `take`, so that a step fills at last).
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_ray.trajectory.advantages import zero_variance
@@ -26,6 +29,8 @@ class Group:
     members: dict[str, Trajectory] = field(default_factory=dict)
     oldest_version: int | None = None
     """The policy version of the oldest token so far that could be trained; None where there is none."""
+    has_waited: bool = False
+    """It was complete and young enough at an earlier look: if it grows too old, the wait is to blame, not the task."""
 
     @classmethod
     def of(cls, members: Sequence[Trajectory]) -> "Group":
@@ -64,19 +69,23 @@ class Dropped:
 
     group: Group
     reason: str
-    """`stale`, `infra_failed` or `resampled`."""
+    """`stale`, `set_aside`, `infra_failed` or `resampled`."""
 
 
 class GroupBuffer:
     """Holds the groups of a run. Every trajectory that goes in comes out exactly once: taken or dropped."""
 
-    def __init__(self, *, groups_per_step: int, groups_in_flight: int, max_staleness: int, resample: int = 0):
+    def __init__(self, *, groups_per_step: int, groups_in_flight: int, max_staleness: int, resample: int = 0,
+                 stale_limit: int = 3, stale_in_a_row: Mapping[str, int] | None = None):
         if groups_in_flight < groups_per_step:
             raise ValueError(f"groups_in_flight {groups_in_flight} < groups_per_step {groups_per_step}")
         self.groups_per_step = groups_per_step
         self.groups_in_flight = groups_in_flight
         self.max_staleness = max_staleness
         self.resample = resample
+        self.stale_limit = stale_limit
+        self.stale_in_a_row = Counter(stale_in_a_row or {})
+        """By task: how often in a row its groups were too old as soon as they were complete."""
         self._resampled = 0
         self._held: dict[str, Group] = {}
         self._group_of: dict[str, str] = {}
@@ -99,6 +108,7 @@ class GroupBuffer:
     def restore(self, groups: Sequence[Group]) -> None:
         """Complete groups of an earlier process, before anything is started; the oldest start first."""
         for group in groups:
+            group.has_waited = True
             self._held[group.group_id] = group
 
     def start(self, group_id: str, task_id: str, rollout_ids: Sequence[str]) -> None:
@@ -123,13 +133,24 @@ class GroupBuffer:
             if group.broken:
                 dropped.append(Dropped(group, "infra_failed"))
             elif oldest is not None and version - oldest > self.max_staleness:
-                dropped.append(Dropped(group, "stale"))
+                dropped.append(Dropped(group, self._too_old(group)))
             elif self._resampled < self.resample and zero_variance([each.reward for each in group.trajectories]):
                 dropped.append(Dropped(group, "resampled"))
                 self._resampled += 1
+            else:
+                group.has_waited = True
         for drop in dropped:
             del self._held[drop.group.group_id]
         return dropped
+
+    def _too_old(self, group: Group) -> str:
+        if group.has_waited:
+            return "stale"
+        self.stale_in_a_row[group.task_id] += 1
+        if self.stale_in_a_row[group.task_id] < self.stale_limit:
+            return "stale"
+        del self.stale_in_a_row[group.task_id]
+        return "set_aside"
 
     def take(self) -> list[Group] | None:
         """`groups_per_step` complete groups, the oldest start first, or None where there are fewer."""
@@ -140,4 +161,5 @@ class GroupBuffer:
         taken = complete[: self.groups_per_step]
         for group in taken:
             del self._held[group.group_id]
+            self.stale_in_a_row.pop(group.task_id, None)
         return taken

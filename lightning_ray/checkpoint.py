@@ -33,6 +33,10 @@ class LoopState(BaseModel):
     groups_started: int = 0
     requeued: list[str] = []
     """Tasks whose group was dropped and that are to be run again, by instance id."""
+    set_aside: list[str] = []
+    """Tasks that are not run any more, since their rollouts always took longer than `schedule.max_staleness`."""
+    stale_in_a_row: dict[str, int] = {}
+    """By task: how often in a row its rollouts took so long."""
     wall_s: float = 0.0
     tokens_sampled: int = 0
     heldout_before: dict[str, Any] | None = None

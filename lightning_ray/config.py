@@ -286,6 +286,9 @@ class ScheduleConfig(Part):
     """Equal to groups_per_step: synchronous. More: unfinished groups carry over."""
     max_staleness: int = Field(default=2, ge=0)
     """Policy versions between the oldest token of a group and the learner; older groups are dropped whole."""
+    stale_limit: int = Field(default=3, ge=1)
+    """A task whose rollouts take longer than `max_staleness` updates so many times in a row is set aside: named,
+    counted as `set_aside`, and not run again."""
     resample_zero_variance: int = Field(default=0, ge=0)
     """So many groups of a step at most are replaced by other tasks where all their rewards are equal (counted as
     `resampled`)."""

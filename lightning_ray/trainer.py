@@ -105,7 +105,7 @@ class Trainer:
             self.run.forget_after(self.state.step)
         self._wall_before = self.state.wall_s
         self.stream = TaskStream(splits.train, self.config.run.seed, cursor=self.state.cursor,
-                                 requeued=self.state.requeued)
+                                 requeued=self.state.requeued, set_aside=self.state.set_aside)
         self.records = Records(self.run, self.config)
         self.progress.phase("warming up the policy")
         self._model_dir = policy_directory(self.config.policy, self.config, self.progress)
@@ -122,7 +122,8 @@ class Trainer:
         self.progress.phase("starting proxies and runners")
         self.fleet = Fleet.start(self.config, self.run, str(self._model_dir), self.policy.generators)
         self.buffer = GroupBuffer(groups_per_step=schedule.groups_per_step, groups_in_flight=schedule.groups_in_flight,
-                                  max_staleness=schedule.max_staleness, resample=schedule.resample_zero_variance)
+                                  max_staleness=schedule.max_staleness, resample=schedule.resample_zero_variance,
+                                  stale_limit=schedule.stale_limit, stale_in_a_row=self.state.stale_in_a_row)
         if self._restore_from is not None:
             self.buffer.restore(checkpoint.carried(self._restore_from))
         self._admission = None
@@ -199,6 +200,8 @@ class Trainer:
     def _account_for(self, drop: Dropped) -> None:
         if drop.reason == "stale":
             self.stream.requeue(drop.group.task_id)
+        elif drop.reason == "set_aside":
+            self._put_aside(drop.group.task_id)
         if drop.reason != "infra_failed":
             return
         self._broken_in_a_row += 1
@@ -208,6 +211,16 @@ class Trainer:
         if self._broken_in_a_row >= BROKEN_GROUPS_LIMIT * self.config.schedule.groups_per_step:
             raise RunFailed(f"{self._broken_in_a_row} groups in a row could not be run. The last one: {failed.reason}. "
                             f"Mend this, then go on with --resume {self.run.root}")
+
+    def _put_aside(self, task_id: str) -> None:
+        schedule = self.config.schedule
+        self.stream.put_aside(task_id)
+        self.progress.note(
+            f"task {task_id} is set aside: its rollouts took longer than schedule.max_staleness "
+            f"({schedule.max_staleness}) updates {schedule.stale_limit} times in a row")
+        if self.stream.exhausted:
+            raise RunFailed("every training task takes longer than schedule.max_staleness updates. Raise it, or lower "
+                            "schedule.groups_in_flight or harness.timeout_s")
 
     def _update(self, batch: StepBatch) -> dict[str, Any]:
         if not batch.samples:
@@ -274,6 +287,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.state.cursor, self.state.requeued = self.stream.cursor, self._unfinished() + self.stream.requeued
+        self.state.set_aside, self.state.stale_in_a_row = self.stream.set_aside, dict(self.buffer.stale_in_a_row)
         self.state.wall_s = self._wall()
         checkpoint.save(self.run, self.state, lambda path: self.policy.save(path / "policy"),
                         keep=self.config.run.checkpoints_kept, carried=self.buffer.complete,

@@ -49,6 +49,7 @@ def step_metrics(
         "rollouts_infra_failed": ends.count("infra_failed"),
         "suspicions": sum(bool(member.suspicions) for member in everything),
         "groups_trained": len(groups), "groups_dropped": len(dropped),
+        "tasks_set_aside": sum(drop.reason == "set_aside" for drop in dropped),
         "generate_s": generate_s,
         **{key: update.get(key) for key in UPDATE_KEYS},
         **{key: value for key, value in update.items() if key not in UPDATE_KEYS},

@@ -55,6 +55,8 @@ def step_text(metrics: dict[str, Any]) -> str:
     if metrics["generate_s"]:  # else they are a replay's
         rate = metrics["tokens_sampled"] / metrics["generate_s"]
         rollouts += f" in {metrics['generate_s']:.1f} s, {rate:.0f} tokens/s"
+    if metrics["groups_dropped"]:
+        rollouts += f", {metrics['groups_dropped']} groups dropped"
     return (f"step {metrics['step']:4d}  pass {metrics['pass_rate']:.2f}  gradient {gradient}  {rollouts}, "
             f"learn {metrics['learn_s']:.1f} s")
 

@@ -8,15 +8,18 @@ from lightning_ray.tasks.base import Task
 
 
 class TaskStream:
-    """Endless, decided by the seed and resumable from `cursor` and `requeued`. Requeued tasks go first."""
+    """Endless, decided by the seed and resumable from `cursor`, `requeued` and `set_aside`. Requeued tasks go first,
+    those that are set aside are passed over."""
 
-    def __init__(self, tasks: Sequence[Task], seed: int, *, cursor: int = 0, requeued: Iterable[str] = ()):
+    def __init__(self, tasks: Sequence[Task], seed: int, *, cursor: int = 0, requeued: Iterable[str] = (),
+                 set_aside: Iterable[str] = ()):
         if not tasks:
             raise ValueError("there is no task to train on")
         self._tasks = tasks
         self._by_id = {task.instance_id: task for task in tasks}
         self._seed = seed
         self._requeued = deque(requeued)
+        self._set_aside = set(set_aside)
         self.cursor = cursor
 
     @property
@@ -24,15 +27,36 @@ class TaskStream:
         return list(self._requeued)
 
     def requeue(self, task_id: str) -> None:
-        """The task's group was dropped: it is run again before any other."""
-        self._requeued.append(task_id)
+        """The task's group was dropped: it is run again before any other, unless the task is set aside."""
+        if task_id not in self._set_aside:
+            self._requeued.append(task_id)
+
+    @property
+    def set_aside(self) -> list[str]:
+        return sorted(self._set_aside)
+
+    def put_aside(self, task_id: str) -> None:
+        """The task is not handed out any more."""
+        self._set_aside.add(task_id)
+        self._requeued = deque(each for each in self._requeued if each != task_id)
+
+    @property
+    def exhausted(self) -> bool:
+        """Every task is set aside: `next` has nothing to give."""
+        return self._set_aside >= self._by_id.keys()
 
     def next(self) -> Task:
+        """Raises ValueError where every task is set aside."""
+        if self.exhausted:
+            raise ValueError("every task is set aside")
         if self._requeued:
             return self._by_id[self._requeued.popleft()]
-        epoch, position = divmod(self.cursor, len(self._tasks))
-        self.cursor += 1
-        return self._tasks[self._order(epoch)[position]]
+        while True:
+            epoch, position = divmod(self.cursor, len(self._tasks))
+            self.cursor += 1
+            task = self._tasks[self._order(epoch)[position]]
+            if task.instance_id not in self._set_aside:
+                return task
 
     def _order(self, epoch: int) -> list[int]:
         order = list(range(len(self._tasks)))

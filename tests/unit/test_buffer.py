@@ -57,6 +57,50 @@ def test_a_group_with_one_token_too_old_is_dropped_whole():
     assert drop.reason == "stale" and drop.group.group_id == "a" and buffer.vacancies == 1
 
 
+def run_group(buffer, name, *, oldest, task="task"):
+    buffer.start(name, task, [f"{name}/0", f"{name}/1"])
+    finish(buffer, f"{name}/0", version=oldest), finish(buffer, f"{name}/1", version=oldest + 1)
+
+
+def reasons(buffer, version):
+    return [drop.reason for drop in buffer.drop_unusable(version)]
+
+
+def test_a_task_that_always_takes_too_long_is_set_aside():
+    buffer = GroupBuffer(groups_per_step=1, groups_in_flight=1, max_staleness=2, stale_limit=3)
+    found = []
+    for attempt in range(3):
+        run_group(buffer, f"g{attempt}", oldest=10 * attempt)
+        found += reasons(buffer, 10 * attempt + 3)
+    assert found == ["stale", "stale", "set_aside"] and not buffer.stale_in_a_row
+
+
+def test_a_task_that_was_fast_enough_once_begins_anew():
+    buffer = GroupBuffer(groups_per_step=1, groups_in_flight=2, max_staleness=2, stale_limit=2)
+    run_group(buffer, "slow", oldest=0)
+    run_group(buffer, "other", oldest=0, task="other")
+    assert reasons(buffer, 3) == ["stale", "stale"]
+    run_group(buffer, "fast", oldest=3)
+    assert reasons(buffer, 3) == [] and buffer.take()
+    assert buffer.stale_in_a_row == {"other": 1}
+    run_group(buffer, "slow again", oldest=0)
+    assert reasons(buffer, 3) == ["stale"]
+
+
+def test_a_group_that_grew_old_while_it_waited_is_not_its_tasks_fault():
+    buffer = GroupBuffer(groups_per_step=2, groups_in_flight=2, max_staleness=2, stale_limit=1)
+    run_group(buffer, "waits", oldest=0)
+    assert reasons(buffer, 2) == []
+    assert reasons(buffer, 3) == ["stale"] and not buffer.stale_in_a_row
+
+
+def test_how_often_a_task_was_too_slow_is_known_after_a_resume():
+    buffer = GroupBuffer(groups_per_step=1, groups_in_flight=1, max_staleness=0, stale_limit=2,
+                         stale_in_a_row={"task": 1})
+    run_group(buffer, "g", oldest=0)
+    assert reasons(buffer, 1) == ["set_aside"]
+
+
 def test_a_group_with_a_failure_of_ours_is_not_compared():
     buffer = GroupBuffer(groups_per_step=1, groups_in_flight=1, max_staleness=2)
     start(buffer, "a")

@@ -12,6 +12,7 @@ KEYS = {
     "tokens_sampled", "tokens_trained", "tokens_dropped", "samples", "branches_per_rollout", "rollouts_graded",
     "rollouts_harness_failed", "rollouts_infra_failed", "loss", "grad_norm", "clip_fraction", "logprob_gap_mean",
     "logprob_gap_max", "generate_s", "learn_s", "publish_s",
+    "groups_trained", "groups_dropped", "tasks_set_aside",
 }
 
 

@@ -1,3 +1,5 @@
+import pytest
+
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.stream import TaskStream
 
@@ -27,3 +29,22 @@ def test_requeued_tasks_go_first_and_do_not_move_the_cursor():
     stream.requeue(before[0])
     assert stream.requeued == before
     assert ids(stream, 1) == before and stream.cursor == 1
+
+
+def test_what_is_set_aside_is_not_handed_out_again():
+    stream = TaskStream(TASKS, seed=3)
+    stream.requeue("t2")
+    stream.put_aside("t2")
+    stream.requeue("t2")
+    assert "t2" not in ids(stream, 12) and stream.set_aside == ["t2"]
+    again = TaskStream(TASKS, seed=3, cursor=stream.cursor, set_aside=stream.set_aside)
+    assert ids(again, 8) == ids(stream, 8)
+
+
+def test_a_stream_that_has_nothing_left_says_so():
+    stream = TaskStream(TASKS, seed=3, set_aside=["t0", "t1", "t2", "t3"])
+    assert set(ids(stream, 3)) == {"t4"} and not stream.exhausted
+    stream.put_aside("t4")
+    assert stream.exhausted
+    with pytest.raises(ValueError, match="every task is set aside"):
+        stream.next()
