@@ -111,7 +111,8 @@ class Rollouts:
             async with self._init_places:
                 with stages.reading_task("init"):
                     workspace = await asyncio.to_thread(self._workspaces.prepare, spec.task)
-                sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits(), mounts(self._config.harness)))
+                sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits(), mounts(self._config.harness),
+                                                    image=spec.task.image_name))
                 with blamed_on("sandbox", "init"):
                     await sandbox.start()
                 with blamed_on("proxy", "init"):
@@ -198,7 +199,7 @@ class Rollouts:
         with stages.reading_task("grade"):
             workspace = await asyncio.to_thread(self._workspaces.prepare, task)
             grader = grader_for(task, self._config.reward)
-        sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits(), grader.mounts))
+        sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits(), grader.mounts, image=task.image_name))
         try:
             with blamed_on("grader", "grade"):
                 await sandbox.start()

@@ -7,6 +7,7 @@ rollout can do. `stop` leaves no process behind.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -57,6 +58,7 @@ class Runner:
         self._pool: WorkerPool | None = None
         self._scratch: Scratch | None = None
         self._facts: dict[str, Any] = {}
+        self._janitor: Callable[[], list[str]] = limits.janitor
 
     async def start(self) -> dict[str, Any]:
         """What the sandbox is (`sandbox.backend.report`). Raises `SandboxUnavailable` or `ConfigError`."""
@@ -84,7 +86,7 @@ class Runner:
             await self._pool.stop()
         if self._scratch is not None:
             self._scratch.remove()
-        await asyncio.to_thread(_clean_up)
+        await asyncio.to_thread(_clean_up, self._janitor)
 
     async def _ready(self) -> Rollouts:
         if self._starting is None:
@@ -94,8 +96,8 @@ class Runner:
     async def _start(self) -> Rollouts:
         config = self._config
         chosen = await asyncio.to_thread(backend.choose, config.sandbox)
-        self._facts = chosen.report
-        await asyncio.to_thread(_clean_up)
+        self._facts, self._janitor = chosen.report, chosen.janitor
+        await asyncio.to_thread(_clean_up, self._janitor)
         self._scratch = Scratch()
         if config.harness.kind == "python":
             self._pool = WorkerPool(config.harness.entry, config.harness.workers, self._scratch.path)
@@ -104,8 +106,8 @@ class Runner:
                         self._facts)
 
 
-def _clean_up() -> None:
+def _clean_up(janitor: Callable[[], list[str]]) -> None:
     """Remove what runs that are dead left on this machine, and say so: nothing should ever be left."""
-    left = limits.janitor() + [f"directory {path}" for path in sweep()]
+    left = janitor() + [f"directory {path}" for path in sweep()]
     if left:
         log.warning("removed what dead runs had left behind: %s", ", ".join(left))

@@ -3,47 +3,22 @@ looking at it from inside and outside; where anything is missing, `SandboxUnavai
 `sandbox.allow_unsafe: true` goes on with less, and what it goes on without is in the report.
 """
 
-import asyncio
 import contextlib
 import functools
 import os
 import secrets
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ray.config import SandboxConfig
-from lightning_ray.sandbox import bubblewrap, filesystem, limits, seccomp, uids
+from lightning_ray.sandbox import bubblewrap, filesystem, limits, probe, seccomp, uids
 from lightning_ray.sandbox.base import Sandbox, SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.bubblewrap import Bubblewrap
 from lightning_ray.sandbox.unconfined import Unconfined
-
-NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
-PROGRAMS = ("bash", "git", "tar", "head", "cat", "python3")
-"""What must be there inside."""
-OF_BASH = ("PWD", "SHLVL", "_")
-"""Environment variables that bash sets by itself."""
-PROBE_TIMEOUT_S = 60.0
-SECCOMP_FILTER = 2
-"""`Seccomp:` in /proc/PID/status."""
-
-PROBE = r"""
-for name in user mnt pid net ipc uts cgroup; do echo "namespace.$name $(readlink /proc/self/ns/$name)"; done
-while read -r key value; do
-  case $key in Seccomp:|NoNewPrivs:|CapEff:) echo "$key $value";; esac
-done </proc/self/status
-echo "interfaces $(tail -n +3 /proc/net/dev | cut -d: -f1 | tr -d ' ' | sort | tr '\n' ' ')"
-echo "environment $(tr '\0' '\n' </proc/$$/environ | cut -d= -f1 | sort | tr '\n' ' ')"
-ls /proc/1/fd/ >/dev/null 2>&1 && echo "shell open"
-unshare --user true 2>/dev/null && echo "nested yes"
-for name in PROGRAMS; do command -v $name >/dev/null || echo "missing.$name yes"; done
-touch /usr/lightning_ray_probe 2>/dev/null && echo "writable /usr"
-exit 0
-"""
 
 
 @dataclass(frozen=True)
@@ -52,12 +27,19 @@ class Backend:
 
     make: Callable[[SandboxSpec], Sandbox]
     report: dict[str, Any]
+    janitor: Callable[[], list[str]] = limits.janitor
+    """Removes what dead runs left, and names each thing removed."""
 
 
 def choose(config: SandboxConfig) -> Backend:
-    """Check this machine and pick. Takes about 50 ms. Callable from any thread, with or without an event loop."""
-    if config.backend != "bubblewrap":
-        raise SandboxUnavailable(f"sandbox.backend: {config.backend!r} is not there yet; use bubblewrap")
+    """Check this machine and pick. Bubblewrap takes about 50 ms. Callable from any thread, with or without an event
+    loop."""
+    if config.backend == "kubernetes":
+        raise SandboxUnavailable("sandbox.backend: 'kubernetes' is not there yet; use bubblewrap or container")
+    return _bubblewrap(config)
+
+
+def _bubblewrap(config: SandboxConfig) -> Backend:
     without: dict[str, str] = {}
     for part, ask in (("system_calls", seccomp.program), ("user", uids.of_this_process)):
         try:
@@ -68,7 +50,7 @@ def choose(config: SandboxConfig) -> Backend:
             without[part] = str(error)
     make = functools.partial(Bubblewrap, without=frozenset(without))
     try:
-        faults = look(make, set(without))
+        faults = probe.apart(_faults(make, set(without)))
     except SandboxError as error:
         reason = f"no sandbox can be started: {error}{remedy(namespace_facts())}"
         if not config.allow_unsafe:
@@ -88,7 +70,7 @@ def report(without: dict[str, str], faults: list[str]) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "backend": "bubblewrap",
         "bubblewrap": bubblewrap.version(),
-        "namespaces": list(NAMESPACES),
+        "namespaces": list(probe.NAMESPACES),
         "user": "own uid" if os.geteuid() == 0 and "user" not in without else "user namespace",
         "system_calls": "none" if "system_calls" in without else "seccomp",
         "limits": limits.in_force(),
@@ -104,69 +86,19 @@ def unconfined_report(reason: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def look(make: Callable[[SandboxSpec], Bubblewrap], without: set[str]) -> list[str]:
+async def _faults(make: Callable[[SandboxSpec], Bubblewrap], without: set[str]) -> list[str]:
     """Start one sandbox and say what is wrong with it."""
-    found: list[list[str] | BaseException] = []
-
-    def work() -> None:  # a thread of its own: the caller may have a running event loop
-        try:
-            found.append(asyncio.run(_look(make, without)))
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
-
-
-async def _look(make: Callable[[SandboxSpec], Bubblewrap], without: set[str]) -> list[str]:
     directory = Path(tempfile.mkdtemp(prefix="lightning_ray-check-"))
     sandbox = make(SandboxSpec(f"check-{secrets.token_hex(4)}", directory))
     try:
         await sandbox.start()
-        done = await sandbox.exec(PROBE.replace("PROGRAMS", " ".join(PROGRAMS)), timeout_s=PROBE_TIMEOUT_S)
-        host = {name: os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
-        user = sandbox.user
+        found = await probe.look(sandbox, filesystem.environment(sandbox.spec), probe.NAMESPACES, without)
+        if os.geteuid() == 0 and "user" not in without and sandbox.user == 0:
+            found.append("it runs as root")
     finally:
         await sandbox.stop()
         shutil.rmtree(directory, ignore_errors=True)
-    if done.returncode or done.timed_out:
-        raise SandboxError(f"the probe failed: {done.output.strip()[-300:]}")
-    allowed = {*filesystem.environment(sandbox.spec), *OF_BASH}
-    return faults(done.output, host, allowed, user if os.geteuid() == 0 and "user" not in without else None, without)
-
-
-def faults(probe: str, host: dict[str, str], variables: set[str], user: int | None, without: set[str]) -> list[str]:
-    """What is wrong with a sandbox, from the probe's output, the host's namespaces, the environment variables that it
-    was given, and the user id that its processes have on the host (None: needs none of its own)."""
-    facts = dict(line.split(" ", 1) if " " in line else (line, "") for line in probe.splitlines())
-    wrong = [f"its {name} namespace is the host's" for name in host if facts.get(f"namespace.{name}") == host[name]]
-    wrong += [f"its {name} namespace is unknown" for name in host if f"namespace.{name}" not in facts]
-    if facts.get("Seccomp:") != str(SECCOMP_FILTER) and "system_calls" not in without:
-        wrong.append("no system call filter is active")
-    if facts.get("NoNewPrivs:") != "1":
-        wrong.append("it can gain privileges (NoNewPrivs)")
-    if int(facts.get("CapEff:", "1"), 16):
-        wrong.append(f"it has capabilities ({facts.get('CapEff:')})")
-    if facts.get("interfaces", "").split() != ["lo"]:
-        wrong.append(f"it has network interfaces: {facts.get('interfaces')}")
-    if leaked := set(facts.get("environment", "").split()) - variables:
-        wrong.append(f"it sees environment variables of the host: {', '.join(sorted(leaked))}")
-    if "nested" in facts and "system_calls" not in without:
-        wrong.append("it can make user namespaces")
-    if "writable" in facts:
-        wrong.append("it can write to /usr")
-    if "shell" in facts:
-        wrong.append("it can reach into the shell that drives it")
-    if user == 0:
-        wrong.append("it runs as root")
-    missing = [key.removeprefix("missing.") for key in facts if key.startswith("missing.")]
-    if missing:
-        wrong.append(f"programs are missing inside: {', '.join(missing)} (install them on this machine, below /usr)")
-    return wrong
+    return found
 
 
 def namespace_facts() -> dict[str, str]:

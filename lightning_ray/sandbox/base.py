@@ -69,6 +69,8 @@ class SandboxSpec:
     limits: Limits = field(default_factory=Limits)
     mounts: tuple[Mount, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    image: str = ""
+    """Container image of the task; empty: `sandbox.image`. Bubblewrap shows the host's system instead of an image's."""
 
 
 class Sandbox(Protocol):
