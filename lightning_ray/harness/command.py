@@ -1,8 +1,9 @@
 """A command harness: any program, run inside the sandbox, for one rollout.
 
-The program finds its endpoint at `http://127.0.0.1:8080` inside the sandbox's network namespace, by the variables of
-`spec.endpoint_environment`. Files are written first, outside the workspace. How it ended comes from `harness.result`
-(a key in a JSON file that the program writes) where that is given, else from its exit status.
+The program finds its endpoint by the variables of `spec.endpoint_environment`: at `http://127.0.0.1:8080` where the
+sandbox has a network namespace on this machine, else where `Sandbox.connect` says. Files are written first, outside the
+workspace. How it ended comes from `harness.result` (a key in a JSON file that the program writes) where that is given,
+else from its exit status.
 """
 
 import json

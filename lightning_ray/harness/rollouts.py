@@ -11,24 +11,23 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 from lightning_ray.config import Config
 from lightning_ray.harness import shaping, stages
 from lightning_ray.harness.command import run_command
 from lightning_ray.harness.pool import Execute, WorkerPool
-from lightning_ray.harness.spec import API_KEY, COMMAND_PORT, HarnessResult, RolloutSpec, command_plan, mounts
+from lightning_ray.harness.spec import API_KEY, HarnessResult, RolloutSpec, command_plan, mounts
 from lightning_ray.harness.stages import Attempt, Failure, StageFailed, blamed_on
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
-from lightning_ray.sandbox.base import WORKSPACE, ExecResult, Limits, PatchUnavailable, Sandbox, SandboxSpec
+from lightning_ray.sandbox.base import WORKSPACE, ExecResult, Limits, Sandbox, SandboxSpec
 from lightning_ray.tasks.base import Task, Workspaces
 from lightning_ray.tasks.grading import grader_for
 from lightning_ray.trajectory.call import Call, Trajectory
 
 log = logging.getLogger(__name__)
 
-INIT_PLACES = 8
-"""Sandboxes that are being brought up at once."""
 COMMAND_GRACE_S = 15.0
 """How much longer than its clock a command harness may take to write files and to be killed."""
 GRADE_GRACE_S = 30.0
@@ -49,14 +48,15 @@ class Rollouts:
     """Runs rollouts. `sandbox` makes one that is not started; `pool` is needed for a Python harness only."""
 
     def __init__(self, config: Config, proxy: ProxyClient, workspaces: Workspaces,
-                 sandbox: Callable[[SandboxSpec], Sandbox], pool: WorkerPool | None, facts: dict[str, Any]) -> None:
+                 sandbox: Callable[[SandboxSpec], Sandbox], pool: WorkerPool | None, facts: dict[str, Any],
+                 starts_at_once: int = 8) -> None:
         self._config = config
         self._proxy = proxy
         self._workspaces = workspaces
         self._sandbox = sandbox
         self._pool = pool
         self._facts = facts
-        self._init_places = asyncio.Semaphore(INIT_PLACES)
+        self._init_places = asyncio.Semaphore(starts_at_once)
         self._run_places = asyncio.Semaphore(config.runners.rollouts)
         self._grade_places = asyncio.Semaphore(config.runners.grading)
         self._running: set[asyncio.Task] = set()
@@ -106,57 +106,61 @@ class Rollouts:
         """INIT and RUN. Afterwards the attempt has its calls and its patch, and nothing of the agent is left."""
         sandbox = None
         opened = False
+        base_url = ""
         started = time.monotonic()
         try:
             async with self._init_places:
                 with stages.reading_task("init"):
                     workspace = await asyncio.to_thread(self._workspaces.prepare, spec.task)
-                sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits(), mounts(self._config.harness),
-                                                    image=spec.task.image_name))
-                with blamed_on("sandbox", "init"):
-                    await sandbox.start()
                 with blamed_on("proxy", "init"):
                     opened = True
                     endpoint = await self._proxy.open(self._open_rollout(spec, name))
-                    if self._config.harness.kind == "command":
-                        await self._proxy.listen(name, sandbox.pid, COMMAND_PORT)
+                inside = self._config.harness.kind == "command"
+                sandbox = self._sandbox(SandboxSpec(
+                    name, workspace, self._limits(), mounts(self._config.harness), image=spec.task.image_name,
+                    endpoint=endpoint.base_url if inside else ""))
+                with blamed_on("sandbox", "init"):
+                    await sandbox.start()
+                with blamed_on("proxy", "init"):
+                    base_url = await sandbox.connect(partial(self._proxy.listen, name)) if inside else endpoint.base_url
             attempt.timings["init"] = time.monotonic() - started
-            attempt.result = await self._run_harness(spec, name, sandbox, endpoint, attempt)
+            attempt.result = await self._run_harness(spec, name, sandbox, base_url, attempt)
             opened = False
             if attempt.result.ok:
-                attempt.patch = await _patch(sandbox)
+                with blamed_on("infra", "run"):
+                    attempt.patch = await sandbox.diff()
         finally:
             if opened:
                 attempt.calls = await self._quietly(self._proxy.finish(name), f"closing the endpoint of {name}") or []
             if sandbox is not None:
                 await self._quietly(sandbox.stop(), f"stopping the sandbox of {name}")
 
-    async def _run_harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, endpoint: Endpoint,
+    async def _run_harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, base_url: str,
                            attempt: Attempt) -> HarnessResult:
         """RUN: until the harness has ended and its endpoint is revoked."""
         running = time.monotonic()
         try:
             with blamed_on("infra", "run"):
-                result = await self._harness(spec, name, sandbox, endpoint)
+                result = await self._harness(spec, name, sandbox, base_url)
         finally:
             attempt.timings["run"] = time.monotonic() - running
         with blamed_on("proxy", "run"):
             attempt.calls = await self._surely(self._proxy.finish(name))
         return result
 
-    async def _harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, endpoint: Endpoint) -> HarnessResult:
+    async def _harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, base_url: str) -> HarnessResult:
         harness = self._config.harness
         limit = harness.timeout_s + (COMMAND_GRACE_S if harness.kind == "command" else 0.0)
         try:
             async with asyncio.timeout(limit) as clock:
                 if harness.kind == "command":
-                    plan = command_plan(harness, spec.task.problem_statement, self._config.policy.name)
+                    plan = command_plan(harness, spec.task.problem_statement, self._config.policy.name, base_url)
                     with blamed_on("sandbox", "run"):
                         return await run_command(sandbox, plan, harness.timeout_s, harness.result)
                 request = {
                     "task": {"instance_id": spec.task.instance_id, "repo": spec.task.repo,
                              "problem_statement": spec.task.problem_statement},
-                    "base_url": endpoint.base_url, "api_key": API_KEY, "model": self._config.policy.name,
+                    "base_url": base_url, "api_key": API_KEY, "model": self._config.policy.name,
                     "settings": harness.settings,
                 }
                 return await self._pool.run(name, request, self._execute_in(sandbox))
@@ -231,12 +235,3 @@ class Rollouts:
     def _open_rollout(self, spec: RolloutSpec, name: str) -> OpenRollout:
         sampling = self._config.sampling.model_copy(update={"temperature": spec.temperature})
         return OpenRollout(name, spec.mode, sampling, spec.seed, self._config.harness.max_calls)
-
-
-async def _patch(sandbox: Sandbox) -> str:
-    """The agent's diff. One that cannot be taken is its own doing."""
-    with blamed_on("infra", "run"):
-        try:
-            return await sandbox.diff()
-        except PatchUnavailable as error:
-            raise StageFailed(Failure("harness", "run", stages.describe(error))) from error

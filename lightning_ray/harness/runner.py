@@ -22,6 +22,7 @@ from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.harness.stages import Attempt, Failure
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
 from lightning_ray.sandbox import backend, limits
+from lightning_ray.sandbox.backend import Backend
 from lightning_ray.tasks.workspaces import Workspaces
 from lightning_ray.trajectory.call import Call, Trajectory
 
@@ -57,6 +58,7 @@ class Runner:
         self._starting: asyncio.Task[Rollouts] | None = None
         self._pool: WorkerPool | None = None
         self._scratch: Scratch | None = None
+        self._backend: Backend | None = None
         self._facts: dict[str, Any] = {}
         self._janitor: Callable[[], list[str]] = limits.janitor
 
@@ -87,6 +89,8 @@ class Runner:
         if self._scratch is not None:
             self._scratch.remove()
         await asyncio.to_thread(_clean_up, self._janitor)
+        if self._backend is not None:
+            await asyncio.to_thread(self._backend.close)
 
     async def _ready(self) -> Rollouts:
         if self._starting is None:
@@ -95,7 +99,7 @@ class Runner:
 
     async def _start(self) -> Rollouts:
         config = self._config
-        chosen = await asyncio.to_thread(backend.choose, config.sandbox)
+        chosen = self._backend = await asyncio.to_thread(backend.choose, config.sandbox)
         self._facts, self._janitor = chosen.report, chosen.janitor
         await asyncio.to_thread(_clean_up, self._janitor)
         self._scratch = Scratch()
@@ -103,7 +107,7 @@ class Runner:
             self._pool = WorkerPool(config.harness.entry, config.harness.workers, self._scratch.path)
             await self._pool.start()
         return Rollouts(config, self._proxy, Workspaces(self._scratch.path / "workspaces"), chosen.make, self._pool,
-                        self._facts)
+                        self._facts, chosen.starts_at_once)
 
 
 def _clean_up(janitor: Callable[[], list[str]]) -> None:

@@ -17,12 +17,9 @@ from typing import Any, Literal
 
 from lightning_ray.config import ConfigError, HarnessConfig
 from lightning_ray.sandbox import filesystem
-from lightning_ray.sandbox.base import WORKSPACE, Mount, SandboxSpec
+from lightning_ray.sandbox.base import ENDPOINT_URL, WORKSPACE, Mount, SandboxSpec
 from lightning_ray.tasks.base import Task
 
-COMMAND_PORT = 8080
-"""Port of the rollout's endpoint inside the sandbox's network namespace."""
-COMMAND_URL = f"http://127.0.0.1:{COMMAND_PORT}"
 API_KEY = "none"
 """What SDKs get as a key because they want one. The endpoint is the identity; this is no secret."""
 SYSTEM_DIRECTORIES = ("/usr", "/bin", "/lib", "/lib64", "/sbin")
@@ -98,7 +95,8 @@ def endpoint_environment(base_url: str, api_key: str = API_KEY) -> dict[str, str
     }
 
 
-def command_plan(config: HarnessConfig, problem_statement: str, model: str, base_url: str = COMMAND_URL) -> CommandPlan:
+def command_plan(config: HarnessConfig, problem_statement: str, model: str,
+                 base_url: str = ENDPOINT_URL) -> CommandPlan:
     """What to run in the sandbox for one task. `harness.env` wins over the endpoint's variables."""
     values = {"task": problem_statement, "base_url": base_url, "model": model}
     env = endpoint_environment(base_url) | {name: fill(value, values) for name, value in config.env.items()}

@@ -48,13 +48,13 @@ class StageFailed(Exception):
 
 @contextmanager
 def blamed_on(kind: Kind, stage: Stage) -> Iterator[None]:
-    """Any error inside becomes a failure of `kind`, a `SandboxError` one of the sandbox; a typed one stays as it is."""
+    """Any error inside becomes a failure of `kind`, a `SandboxError` one of what it blames; a typed one stays."""
     try:
         yield
     except StageFailed:
         raise
     except SandboxError as error:
-        raise StageFailed(Failure("sandbox", stage, describe(error))) from error
+        raise StageFailed(Failure(error.blame, stage, describe(error))) from error
     except Exception as error:
         raise StageFailed(Failure(kind, stage, describe(error))) from error
 

@@ -29,6 +29,10 @@ class Backend:
     report: dict[str, Any]
     janitor: Callable[[], list[str]] = limits.janitor
     """Removes what dead runs left, and names each thing removed."""
+    close: Callable[[], None] = lambda: None
+    """Ends what the backend itself holds. Idempotent."""
+    starts_at_once: int = 8
+    """Sandboxes of one runner that may be coming up at the same time."""
 
 
 def choose(config: SandboxConfig) -> Backend:

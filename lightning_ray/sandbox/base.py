@@ -5,16 +5,28 @@ A sandbox is started from a `Workspace` (a directory with a git checkout of exac
 and reaches nothing but the proxy endpoint that it was given. `stop` is idempotent and leaves nothing behind.
 """
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
 WORKSPACE = "/testbed"
 """Where the workspace lies inside every sandbox."""
+ENDPOINT_PORT = 8080
+"""Port of a rollout's endpoint inside a network namespace of its own."""
+ENDPOINT_URL = f"http://127.0.0.1:{ENDPOINT_PORT}"
+
+Blame = Literal["task", "harness", "sandbox", "infra"]
+Listen = Callable[[int, int], Awaitable[None]]
+"""`listen(pid, port)`: the proxy serves the rollout on 127.0.0.1:`port` in the network namespace of a process of this
+machine."""
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed (not the command in it): an infrastructure failure."""
+    """The sandbox itself failed (not the command in it)."""
+
+    blame: ClassVar[Blame] = "sandbox"
+    """Whose failure it is; see `harness/stages.py` for what follows from it."""
 
 
 class SandboxUnavailable(SandboxError):
@@ -25,9 +37,16 @@ class SandboxDied(SandboxError):
     """The sandbox's processes are gone while a command ran or before it: killed from inside, or out of memory."""
 
 
+class LimitExceeded(SandboxDied):
+    """The sandbox was ended because what ran in it used more than it may: its own doing, so data."""
+
+    blame = "harness"
+
+
 class PatchUnavailable(SandboxError):
-    """No patch can be taken of what a rollout left in its workspace (too large, unreadable): its own doing, so data
-    and not an infrastructure failure."""
+    """No patch can be taken of what a rollout left in its workspace (too large, unreadable): its own doing, so data."""
+
+    blame = "harness"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +90,8 @@ class SandboxSpec:
     env: dict[str, str] = field(default_factory=dict)
     image: str = ""
     """Container image of the task; empty: `sandbox.image`. Bubblewrap shows the host's system instead of an image's."""
+    endpoint: str = ""
+    """Where the proxy serves this rollout over TCP, its token included. Empty: nothing can be reached."""
 
 
 class Sandbox(Protocol):
@@ -80,6 +101,9 @@ class Sandbox(Protocol):
 
     async def start(self) -> None:
         """Bring it up, or raise `SandboxError`. Afterwards `exec` works at once."""
+
+    async def connect(self, listen: Listen) -> str:
+        """Make the rollout's endpoint reachable from inside, and say by which base URL (without `/v1`)."""
 
     async def exec(self, command: str, *, timeout_s: float, env: dict[str, str] | None = None,
                    stdin: bytes = b"") -> ExecResult:

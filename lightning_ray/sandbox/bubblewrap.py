@@ -25,7 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ray.sandbox import filesystem, limits, pack, seccomp, staging, uids
-from lightning_ray.sandbox.base import WORKSPACE, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
+from lightning_ray.sandbox.base import (
+    ENDPOINT_PORT,
+    ENDPOINT_URL,
+    WORKSPACE,
+    Listen,
+    SandboxDied,
+    SandboxError,
+    SandboxSpec,
+    SandboxUnavailable,
+)
 from lightning_ray.sandbox.commands import Commands
 from lightning_ray.sandbox.shell import Pipes, Shell
 
@@ -103,6 +112,10 @@ class Bubblewrap(Commands):
         except BaseException:
             await self.stop()
             raise
+
+    async def connect(self, listen: Listen) -> str:
+        await listen(self.pid, ENDPOINT_PORT)
+        return ENDPOINT_URL
 
     async def stop(self) -> None:
         self._stopped = True

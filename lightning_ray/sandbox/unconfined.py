@@ -4,7 +4,7 @@ whatever this user can.
 
 Commands, timeouts, output and patches work as in the other backends. The environment is scrubbed and rlimits hold per
 process; nothing else separates anything. The workspace lies in the temporary directory and not at `WORKSPACE`, and
-there is no listener of a rollout's own (`pid` raises).
+there is no listener of a rollout's own (`connect` raises).
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from lightning_ray.sandbox import filesystem, limits, pack
-from lightning_ray.sandbox.base import SandboxError, SandboxSpec
+from lightning_ray.sandbox.base import Listen, SandboxError, SandboxSpec
 from lightning_ray.sandbox.commands import Commands
 from lightning_ray.sandbox.shell import Pipes, Shell, with_descendants
 
@@ -33,8 +33,7 @@ class Unconfined(Commands):
         self._directory: Path | None = None
         self._mark = ""
 
-    @property
-    def pid(self) -> int:
+    async def connect(self, listen: Listen) -> str:
         raise SandboxError("without a sandbox there is no network namespace: a command harness cannot be used")
 
     async def start(self) -> None:

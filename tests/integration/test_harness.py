@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import yaml
 from lightning_ray.config import HarnessConfig, SamplingConfig
 from lightning_ray.harness.command import run_command
 from lightning_ray.harness.pool import WorkerPool
-from lightning_ray.harness.spec import COMMAND_PORT, check_harness, command_plan, mounts
+from lightning_ray.harness.spec import check_harness, command_plan, mounts
 from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.sandbox.base import ExecResult, SandboxSpec
 from lightning_ray.sandbox.bubblewrap import Bubblewrap
@@ -140,7 +141,7 @@ async def as_command(proxy: ScriptedProxy, workspace: Path, model_class: str):
     await sandbox.start()
     try:
         await proxy.open(opened("command"))
-        await proxy.listen("command", sandbox.pid, COMMAND_PORT)
+        await sandbox.connect(partial(proxy.listen, "command"))
         result = await run_command(sandbox, command_plan(config, TASK, "policy"), 120, config.result)
         return result, proxy.rollouts["command"].requests, await sandbox.diff()
     finally:

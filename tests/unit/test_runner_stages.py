@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lightning_ray.harness import stages
 from lightning_ray.harness.spec import HarnessResult, RolloutSpec
 from lightning_ray.harness.stages import Attempt, Failure, StageFailed
+from lightning_ray.sandbox.base import LimitExceeded, PatchUnavailable, SandboxDied, SandboxError
 from lightning_ray.tasks.base import Grade, Task
 from lightning_ray.trajectory.call import Call
 
@@ -100,3 +101,13 @@ def test_a_patch_with_other_bytes_than_text_is_recorded_readably():
     patch = b"+caf\xe9".decode("utf-8", "surrogateescape")
     record = stages.trajectory(SPEC, [Attempt(patch=patch, grade=Grade(passed=False, reward=0, reason="x"))], {})
     assert record.patch == "+caf\ufffd"
+
+
+@pytest.mark.parametrize(("error", "kind"), [
+    (SandboxError("no room"), "sandbox"), (SandboxDied("gone"), "sandbox"),
+    (LimitExceeded("out of memory"), "harness"), (PatchUnavailable("too large"), "harness"), (OSError("disk"), "infra"),
+])
+def test_law8_a_sandbox_says_whose_failure_it_is(error, kind):
+    with pytest.raises(StageFailed) as failed, stages.blamed_on("infra", "run"):
+        raise error
+    assert failed.value.failure == Failure(kind, "run", f"{type(error).__name__}: {error}")
