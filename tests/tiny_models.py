@@ -86,8 +86,9 @@ def make_tokenizer():
 
 
 def make_config(architecture: str, *, hidden: int = 64, layers: int = 2):
-    """The `transformers` configuration of a tiny `qwen3` or `llama` (0.1 M parameters by default)."""
-    from transformers import LlamaConfig, Qwen3Config
+    """The `transformers` configuration of a tiny `qwen3` or `llama` (0.1 M parameters by default) or `qwen3_5` (0.3 M;
+    three of four layers are gated delta nets, whose heads must be 128 wide for vLLM on the CPU)."""
+    from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
     shape = {
         "vocab_size": VOCABULARY, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers,
@@ -99,7 +100,11 @@ def make_config(architecture: str, *, hidden: int = 64, layers: int = 2):
         return Qwen3Config(**shape, tie_word_embeddings=True)
     if architecture == "llama":
         return LlamaConfig(**shape, tie_word_embeddings=False)
-    raise ValueError(f"no tiny model of architecture {architecture!r}; known: qwen3 (tied embeddings), llama (untied)")
+    if architecture == "qwen3_5":
+        delta_nets = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 1,
+                      "linear_num_value_heads": 2, "num_hidden_layers": max(4, layers)}
+        return Qwen3_5TextConfig(**{**shape, **delta_nets}, tie_word_embeddings=False)
+    raise ValueError(f"no tiny model of architecture {architecture!r}; known: qwen3 (tied), llama, qwen3_5")
 
 
 def tiny_model(root: Path, architecture: str = "qwen3", *, seed: int = 0, hidden: int = 64, layers: int = 2) -> Path:

@@ -5,14 +5,17 @@ threads as `generator.threads` says. On GPUs one tensor-parallel rank runs in th
 that Ray gave the actor; several ranks are Ray actors of vLLM's in the bundles of the placement group.
 """
 
+import json
 import os
 import tempfile
 import warnings
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from lightning_ray.config import ConfigError, GeneratorConfig, PolicyConfig
 from lightning_ray.generator.request import GenerateRequest
+from lightning_ray.generator.text_only import allow_text_only
 
 FIRST_AND_LAST = 1 << 30
 """vLLM's `stream_interval`: only the first token and the end are reported; the first says that sampling began."""
@@ -31,6 +34,7 @@ def start_engine(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, 
 
     vLLM and torch read their environment when they are imported, so this must be the first to import them.
     """
+    allow_text_only()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # vLLM leaves the sockets between its processes behind: they get a directory of their own, which `stop` removes.
@@ -60,6 +64,7 @@ def engine_arguments(model_dir: str, config: GeneratorConfig, policy: PolicyConf
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND), "worker_extension_cls": WORKER_EXTENSION,
     }
     if current_platform.is_cpu():
+        _check_dtype(model_dir, config)
         settings["kv_cache_memory_bytes"] = config.kv_cache_gib << 30
         settings["distributed_executor_backend"] = "uni" if config.tensor_parallel == 1 else "mp"
     elif config.tensor_parallel > 1:
@@ -69,6 +74,15 @@ def engine_arguments(model_dir: str, config: GeneratorConfig, policy: PolicyConf
         raise ConfigError(f"generator.extra: vLLM has no engine argument {', '.join(sorted(unknown))}. See `vllm serve "
                           "--help`, with underscores for dashes")
     return AsyncEngineArgs(**{**settings, **config.extra})
+
+
+def _check_dtype(model_dir: str, config: GeneratorConfig) -> None:
+    """vLLM's gated delta nets on the CPU compute in bfloat16 only; the engine would die at its first request."""
+    settings = json.loads((Path(model_dir) / "config.json").read_text())
+    layers = settings.get("text_config", settings).get("layer_types") or []
+    if "linear_attention" in layers and config.dtype != "bfloat16":
+        raise ConfigError(f"generator.dtype: {config.dtype!r} is not computed on a CPU by vLLM's gated delta nets, "
+                          f"which this {settings.get('model_type')} has. Take bfloat16")
 
 
 def sampling_params(request: GenerateRequest) -> Any:

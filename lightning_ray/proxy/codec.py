@@ -24,6 +24,7 @@ from vllm.renderers import ChatParams, merge_kwargs, renderer_from_config
 from vllm.renderers.chat_utils import load_chat_template
 
 from lightning_ray.config import ConfigError, PolicyConfig
+from lightning_ray.generator.text_only import allow_text_only
 from lightning_ray.proxy.conversation import normal_arguments
 from lightning_ray.proxy.special import Specials, unmark
 
@@ -86,6 +87,7 @@ class Codec:
         if not (model_dir / "config.json").is_file():
             raise ConfigError(f"policy.path: {model_dir} has no config.json; give a Hugging Face model directory")
         self.max_context = policy.max_context
+        allow_text_only()
         self.model_config = ModelConfig(
             model=str(model_dir), tokenizer=str(model_dir), max_model_len=policy.max_context, generation_config="vllm",
         )
