@@ -9,7 +9,9 @@ left out and why, and the SHA-256 of each split. No repository, and no package, 
 
 import argparse
 import asyncio
+import functools
 import json
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -17,11 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from lightning_ray.config import ConfigError, SandboxConfig
 from lightning_ray.run_directory import write_whole
 from lightning_ray.sandbox import backend
 from lightning_ray.sandbox.base import Sandbox, SandboxSpec, SandboxUnavailable
 from lightning_ray.tasks import files, from_sdist, swe_smith
+from lightning_ray.tasks.statements import Model, Plain, Writer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,11 +55,17 @@ def _parser() -> argparse.ArgumentParser:
 
     made = commands.add_parser("sdist", help="make tasks from source packages that ship their tests")
     made.add_argument("--from-sdist", action="append", required=True, metavar="NAME==VERSION", dest="packages",
-                      help="several times; packages without dependencies")
-    made.add_argument("--mutations", type=int, default=40, help="bugs that are tried in each package")
+                      help="repeatable; packages without dependencies")
+    made.add_argument("--mutations", type=int, default=40, help="bugs tried in each package")
     made.add_argument("--at-once", type=int, default=2, help="sandboxes at once")
-    made.add_argument("--suite-timeout", type=float, default=60, metavar="SECONDS")
+    made.add_argument("--suite-timeout", type=float, default=60, metavar="SECONDS",
+                      help="of a package's whole suite; with a bug five times what it takes without, at most this")
     made.add_argument("--cache", type=Path, default=Path("runs/sdists"), metavar="DIR", help="downloaded packages")
+    made.add_argument("--statements-url", metavar="URL", help="an OpenAI-compatible endpoint whose model writes the "
+                      "problem statements (default: a template)")
+    made.add_argument("--statements-model", metavar="NAME")
+    made.add_argument("--statements-key-env", default="OPENAI_API_KEY", metavar="VARIABLE",
+                      help="where the endpoint's key is (default: %(default)s)")
     made.set_defaults(run=_sdists)
     _sizes(made, validation=0)
     return parser
@@ -89,31 +101,58 @@ def _rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _sdists(options: argparse.Namespace) -> None:
+    writer = _writer(options)
     try:
         make = backend.choose(SandboxConfig()).make
     except SandboxUnavailable as error:
         raise ConfigError(f"packages' tests are run in sandboxes only. {error}") from None
     packages = [from_sdist.unpack(from_sdist.download(name, options.cache), name) for name in options.packages]
-    rows, read, dropped = asyncio.run(_made(packages, make, options))
+    made = asyncio.run(_made(packages, make, writer, options))
+    rows = [row for each in made.values() for row in each.rows]
+    dropped = sum((each.dropped for each in made.values()), Counter())
+    read = sum(each.tried for each in made.values())
     if not rows:
-        raise ConfigError(f"--from-sdist: none of {read} bugs became a task ({dropped}). Take other packages, or more "
-                          "--mutations")
-    write_splits(rows, options, {"packages": options.packages, "read": read, "dropped": dropped})
+        raise ConfigError(f"--from-sdist: none of {read} bugs became a task ({dict(dropped)}). Take other packages, or "
+                          "more --mutations")
+    print(f"{read:7d}  bugs tried")
+    print("\n".join(f"{count:7d}  {reason}: {from_sdist.WHY[reason]}" for reason, count in sorted(dropped.items())))
+    facts = {name: {"tests": dict(each.tests), "suite_s": round(each.suite_s, 2), "tried": each.tried,
+                    "dropped": dict(each.dropped), "valid": len(each.rows)} for name, each in made.items()}
+    write_splits(rows, options, {"packages": facts, "read": read, "dropped": dict(dropped),
+                                 "statements": options.statements_model or "template"})
 
 
-async def _made(packages: Sequence[from_sdist.Package], make: Callable[[SandboxSpec], Sandbox],
-                options: argparse.Namespace) -> tuple[list[dict[str, Any]], int, dict[str, int]]:
-    rows: list[dict[str, Any]] = []
-    counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory(prefix="sdists-") as directory:
-        maker = from_sdist.Maker(make, Path(directory), timeout_s=options.suite_timeout, at_once=options.at_once)
+def _writer(options: argparse.Namespace) -> Writer:
+    if (options.statements_url is None) != (options.statements_model is None):
+        raise ConfigError("--statements-url and --statements-model: one was given without the other. Give the endpoint "
+                          "(http://HOST:PORT/v1) and the name of its model, or neither for the template")
+    if options.statements_url is None:
+        return Plain()
+    return Model(options.statements_url, options.statements_model, os.environ.get(options.statements_key_env, "none"))
+
+
+async def _made(packages: Sequence[from_sdist.Package], make: Callable[[SandboxSpec], Sandbox], writer: Writer,
+                options: argparse.Namespace) -> dict[str, from_sdist.Made]:
+    """What became of each package, by `NAME==VERSION`."""
+    made = {}
+    with tempfile.TemporaryDirectory(prefix="sdists-") as directory, _progress() as progress:
+        maker = from_sdist.Maker(make, Path(directory), writer=writer, timeout_s=options.suite_timeout,
+                                 at_once=options.at_once)
         for package in packages:
-            made, outcomes = await maker.tasks(package, options.mutations, options.seed)
-            rows += made
-            counts += outcomes
-    read = counts.total()
-    del counts["valid"]
-    return rows, read, dict(counts)
+            name = f"{package.name}=={package.version}"
+            count = len(from_sdist.bugs(package, options.mutations, options.seed))
+            shown = progress.add_task(name, total=count)
+            made[name] = await maker.tasks(package, options.mutations, options.seed,
+                                           functools.partial(progress.advance, shown))
+            tests = made[name].tests
+            progress.console.print(f"{name}: {tests['stable']} of {tests.total()} tests pass stably, "
+                                   f"{len(made[name].rows)} of {count} bugs are tasks")
+    return made
+
+
+def _progress() -> Progress:
+    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                    console=Console(stderr=True, highlight=False))
 
 
 def write_splits(rows: Sequence[dict[str, Any]], options: argparse.Namespace, facts: dict[str, Any]) -> None:

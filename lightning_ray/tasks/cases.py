@@ -12,13 +12,13 @@ import shlex
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_ray.config import RewardConfig
 from lightning_ray.sandbox.base import ExecResult, Mount, Sandbox
 from lightning_ray.tasks import patches
 from lightning_ray.tasks.base import Grade, Task
-from lightning_ray.tasks.verdicts import EARLY_EXIT, apply, finish, messages, named, without_running
+from lightning_ray.tasks.verdicts import EARLY_EXIT, finish, grading_data, let_in, messages, named
 
 DRIVER = (Path(__file__).parent / "driver.py").read_text()
 
@@ -87,10 +87,7 @@ class CasesGrader:
 
     def __init__(self, task: Task, config: RewardConfig) -> None:
         self._config = config
-        try:
-            self._grading = CasesGrading.model_validate(task.grading)
-        except ValidationError as error:
-            raise ValueError(f"task {task.instance_id}: grading: {error}") from error
+        self._grading = grading_data(CasesGrading, task)
         self._required = [*task.FAIL_TO_PASS, *task.PASS_TO_PASS]
         unknown = [name for name in self._required if name not in self._grading.cases]
         if unknown or not self._required:
@@ -103,12 +100,9 @@ class CasesGrader:
 
     async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
         filtered = patches.filter_patch(patch, patches.touched(task.patch))
-        decided = without_running(patch, filtered)
+        decided = await let_in(patch, filtered, sandbox)
         if decided is not None:
             return self._grade(decided, filtered, {})
-        rejection = await apply(filtered.patch, sandbox)
-        if rejection is not None:
-            return self._grade(f"patch_rejected: {rejection}", filtered, {})
         nonce = secrets.token_hex(16)
         done = await self._run(nonce, sandbox)
         if done.timed_out:

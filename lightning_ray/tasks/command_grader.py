@@ -7,13 +7,13 @@ command that proves more than its exit status is the task's to give.
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_ray.config import RewardConfig
 from lightning_ray.sandbox.base import Mount, Sandbox
 from lightning_ray.tasks import patches
 from lightning_ray.tasks.base import Grade, Task
-from lightning_ray.tasks.verdicts import apply, finish, without_running
+from lightning_ray.tasks.verdicts import finish, grading_data, let_in
 
 SHOWN = 1000
 """Characters of the command's output that the report keeps."""
@@ -36,10 +36,7 @@ class CommandGrader:
 
     def __init__(self, task: Task, config: RewardConfig) -> None:
         self._config = config
-        try:
-            self._grading = CommandGrading.model_validate(task.grading)
-        except ValidationError as error:
-            raise ValueError(f"task {task.instance_id}: grading: {error}") from error
+        self._grading = grading_data(CommandGrading, task)
 
     async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
         filtered = patches.filter_patch(patch, patches.touched(task.patch), set(self._grading.files))
@@ -47,12 +44,9 @@ class CommandGrader:
         def grade(reason: str, report: dict[str, Any]) -> Grade:
             return finish(reason, filtered.suspicions, filtered, report, self._config)
 
-        decided = without_running(patch, filtered)
+        decided = await let_in(patch, filtered, sandbox)
         if decided is not None:
             return grade(decided, {})
-        rejection = await apply(filtered.patch, sandbox)
-        if rejection is not None:
-            return grade(f"patch_rejected: {rejection}", {})
         if self._grading.files:
             await sandbox.put({name: text.encode() for name, text in self._grading.files.items()})
         done = await sandbox.exec(self._grading.command, timeout_s=self._config.timeout_s, env=self._grading.env)

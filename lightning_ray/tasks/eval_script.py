@@ -11,13 +11,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_ray.config import RewardConfig
 from lightning_ray.sandbox.base import Mount, Sandbox
 from lightning_ray.tasks import patches
 from lightning_ray.tasks.base import Grade, Task
-from lightning_ray.tasks.verdicts import apply, finish, named, without_running
+from lightning_ray.tasks.verdicts import finish, grading_data, let_in, named
 
 SHOWN = 1000
 
@@ -43,10 +43,7 @@ class EvalScriptGrader:
         from swebench.harness.utils import make_test_spec
 
         self._config = config
-        try:
-            grading = EvalScriptGrading.model_validate(task.grading)
-        except ValidationError as error:
-            raise ValueError(f"task {task.instance_id}: grading: {error}") from error
+        grading = grading_data(EvalScriptGrading, task)
         if grading.log_parser not in PARSER_REGISTRY:
             raise ValueError(f"task {task.instance_id}: grading.log_parser: swebench has no {grading.log_parser!r}")
         if not task.FAIL_TO_PASS:
@@ -62,12 +59,9 @@ class EvalScriptGrader:
         def grade(reason: str, report: dict[str, Any]) -> Grade:
             return finish(reason, filtered.suspicions, filtered, report, self._config)
 
-        decided = without_running(patch, filtered)
+        decided = await let_in(patch, filtered, sandbox)
         if decided is not None:
             return grade(decided, {})
-        rejection = await apply(filtered.patch, sandbox)
-        if rejection is not None:
-            return grade(f"patch_rejected: {rejection}", {})
         script = self._spec.eval_script.encode()
         done = await sandbox.exec("exec bash -s", timeout_s=self._config.timeout_s, stdin=script)
         if done.timed_out:

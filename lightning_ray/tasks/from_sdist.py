@@ -1,15 +1,15 @@
 """Coding tasks made on the spot from a Python package that ships its tests: real code, real tests, no hub.
 
     package = unpack(download("inflection==0.5.1", cache), "inflection==0.5.1")
-    rows, report = await make_tasks(package, count=20, seed=0, ...)
+    made = await Maker(make_sandbox, directory).tasks(package, count=20, seed=0)
 
 A bug is one mutation (`mutations.py`) of the package's source. It becomes a task when the suite tells it from the
-original: tests that pass stably before, of which some fail stably with it, and all pass again with the reverse patch.
+original: tests that pass stably before, of which some fail stably with it, and all pass again with the reverse patch,
+as the `swe` grader sees it.
 Test files are no part of the agent's workspace: they enter at grading (`grading.files`). The package's dependencies
 are not installed, so packages without any are what this is for.
 
-Mutations that become none are counted: `survived` (no test fails), `breaks_all` (no test passes), `timeout`, `flaky`,
-`not_cured`.
+Mutations that become none are counted under a name of `WHY`.
 """
 
 import asyncio
@@ -19,18 +19,23 @@ import re
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lightning_ray.config import ConfigError
-from lightning_ray.sandbox.base import Limits, Sandbox, SandboxSpec
+from lightning_ray.config import ConfigError, RewardConfig
+from lightning_ray.sandbox.base import Limits, Mount, Sandbox, SandboxSpec
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.mutations import Mutation, choose, mutations
-from lightning_ray.tasks.suite import SuiteRun, run_suite, runner_mounts
+from lightning_ray.tasks.pytest_mounts import runner_mounts
+from lightning_ray.tasks.statements import Failure, Plain, Writer
+from lightning_ray.tasks.suite import SuiteRun, run_suite
+from lightning_ray.tasks.swe import SweGrader
 from lightning_ray.tasks.workspaces import Workspaces
 
 REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9.!+_-]+)\Z")
@@ -42,18 +47,16 @@ TEST_FOLDER = re.compile(r"tests?\Z")
 NO_SOURCE = re.compile(r"(setup|conftest|noxfile|conf)\.py\Z")
 NO_WORKSPACE = re.compile(r".*\.egg-info\Z|docs?\Z|\.git.*|\.tox\Z|__pycache__\Z|examples?\Z|PKG-INFO\Z")
 SLOW_TEST_S = 5.0
-
-STATEMENT = """\
-{package} {version} has a bug: {failing} of its {total} checks fail, all of which passed before. One of them:
-
-```
-{shown}
-```
-
-Find the cause in the source code and repair it there. Everything that works today must still work. The checks
-themselves are not in this directory, and they are correct.
-"""
-
+SLOWER, GRACE_S = 5.0, 5.0
+"""A suite with a bug may take so many times as long as without, and so many seconds more."""
+WHY = {
+    "survived": "no test fails with the bug",
+    "breaks_all": "no test passes with the bug",
+    "too_slow": f"the suite takes over {SLOWER:g} times as long with the bug, or does not end",
+    "flaky": "a test fails with the bug in one run and passes in another",
+    "not_cured": "the grader does not pass the reverse patch",
+    "no_statement": "no problem statement was written",
+}
 
 @dataclass(frozen=True, slots=True)
 class Package:
@@ -174,15 +177,20 @@ def git_patch(path: str, before: str, after: str) -> str:
     return f"diff --git a/{path} b/{path}\n" + "".join(lines)
 
 
-def stable(first: SuiteRun, second: SuiteRun) -> set[str]:
-    """Tests that passed twice and are not slow."""
-    both = first.passed() & second.passed()
-    return {name for name in both if max(first.seconds[name], second.seconds[name]) <= SLOW_TEST_S}
+def sort_out(first: SuiteRun, second: SuiteRun) -> tuple[set[str], Counter[str]]:
+    """The tests that passed twice and are not slow, and how many there are of each kind: `stable`, `slow`, `flaky`
+    (passed once), `failing` (or skipped)."""
+    kinds: dict[str, str] = {}
+    for name in first.tests.keys() | second.tests.keys():
+        passes = (name in first.passed()) + (name in second.passed())
+        slow = passes == 2 and max(first.seconds[name], second.seconds[name]) > SLOW_TEST_S
+        kinds[name] = "slow" if slow else ("failing", "flaky", "stable")[passes]
+    return {name for name, kind in kinds.items() if kind == "stable"}, Counter(kinds.values())
 
 
-def judge(good: set[str], first: SuiteRun, second: SuiteRun, cured: SuiteRun) -> tuple[list[str], list[str]] | str:
-    """FAIL_TO_PASS and PASS_TO_PASS of a bug from two runs with it and one with it reversed, or why it is no task.
-    A test that did not run counts as failed: the module may not even import."""
+def judge(good: set[str], first: SuiteRun, second: SuiteRun) -> tuple[list[str], list[str]] | str:
+    """FAIL_TO_PASS and PASS_TO_PASS of a bug from two runs with it, or why it is no task. A test that did not run
+    counts as failed: the module may not even import."""
     passes = [run.passed() & good for run in (first, second)]
     failing, passing = good - passes[0] - passes[1], passes[0] & passes[1]
     if not failing:
@@ -191,78 +199,110 @@ def judge(good: set[str], first: SuiteRun, second: SuiteRun, cured: SuiteRun) ->
         return "breaks_all"
     if good - failing - passing:
         return "flaky"
-    return (sorted(failing), sorted(passing)) if good <= cured.passed() else "not_cured"
+    return sorted(failing), sorted(passing)
 
 
-def statement(package: Package, failing: list[str], passing: list[str], run: SuiteRun) -> str:
-    """Shows failing behaviour. It names neither the place nor the change."""
+def failure_of(package: Package, failing: list[str], passing: list[str], run: SuiteRun) -> Failure:
+    """What the agent may be told: a failing test, and no place in the code."""
     shown = next((run.shown[name] for name in failing if run.shown.get(name)), "(the code cannot be imported)")
-    return STATEMENT.format(package=package.name, version=package.version, failing=len(failing),
-                            total=len(failing) + len(passing), shown=shown)
+    return Failure(package.name, package.version, len(failing), len(failing) + len(passing), shown)
+
+
+@dataclass(slots=True)
+class Made:
+    """What became of one package."""
+
+    tests: Counter[str]
+    """Its tests by kind, without a bug."""
+    suite_s: float
+    """Seconds of its suite, without a bug."""
+    tried: int
+    dropped: Counter[str]
+    rows: list[dict[str, Any]]
+    """Instances in SWE-smith's schema."""
 
 
 class Maker:
-    """Validates bugs of packages in sandboxes, `at_once` at a time."""
+    """Validates bugs of packages in sandboxes, `at_once` at a time. `timeout_s` bounds the suite without a bug; with
+    one it has `SLOWER` times as long as without."""
 
-    def __init__(self, make: Callable[[SandboxSpec], Sandbox], root: Path, *, timeout_s: float = 60.0,
-                 at_once: int = 2):
+    def __init__(self, make: Callable[[SandboxSpec], Sandbox], root: Path, *, writer: Writer | None = None,
+                 timeout_s: float = 60.0, at_once: int = 2):
         self._make = make
         self._workspaces = Workspaces(root)
+        self._writer = writer or Plain()
         self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(at_once)
 
-    async def tasks(self, package: Package, count: int, seed: int, say: Callable[[str], None] = print
-                    ) -> tuple[list[dict[str, Any]], Counter[str]]:
-        """Instances in SWE-smith's schema, and what became of the mutations. `ConfigError` where no test passes."""
-        runs = [await self._run(package, package.files) for _ in range(2)]
-        good = stable(*runs)
+    async def tasks(self, package: Package, count: int, seed: int, ticked: Callable[[], None] = lambda: None) -> Made:
+        """`ticked` is called for each bug that is done with. `ConfigError` where no test passes."""
+        started = time.monotonic()
+        runs = [await self._run(package, package.files, self._timeout_s) for _ in range(2)]
+        suite_s = (time.monotonic() - started) / 2
+        good, tests = sort_out(*runs)
         if not good:
             raise ConfigError(f"--from-sdist: no test of {package.name}=={package.version} passes stably here. It may "
                               f"need packages that are not installed: {' '.join(runs[0].output.split())[-300:]}")
-        say(f"{package.name}=={package.version}: {len(good)} of {len(runs[0].tests)} tests pass stably")
-        chosen = bugs(package, count, seed)
-        outcomes = await asyncio.gather(*(self._task(package, good, path, each) for path, each in chosen))
-        rows = [each for each in outcomes if isinstance(each, dict)]
-        counts = Counter("valid" if isinstance(each, dict) else each for each in outcomes)
-        say(f"{package.name}=={package.version}: {dict(counts)}")
-        return rows, counts
+        timeout_s = min(self._timeout_s, SLOWER * suite_s + GRACE_S)
 
-    async def _task(self, package: Package, good: set[str], path: str, mutation: Mutation) -> dict[str, Any] | str:
+        async def one(path: str, mutation: Mutation) -> dict[str, Any] | str:
+            try:
+                return await self._task(package, good, timeout_s, path, mutation)
+            finally:
+                ticked()
+
+        outcomes = await asyncio.gather(*(one(*each) for each in bugs(package, count, seed)))
+        return Made(tests, suite_s, len(outcomes), Counter(each for each in outcomes if isinstance(each, str)),
+                    [each for each in outcomes if isinstance(each, dict)])
+
+    async def _task(self, package: Package, good: set[str], timeout_s: float, path: str, mutation: Mutation
+                    ) -> dict[str, Any] | str:
         before = package.files[path]
         after = mutation.apply(before)
-        patch = git_patch(path, before, after)
         broken = {**package.files, path: after}
-        first = await self._run(package, broken)
+        first = await self._run(package, broken, timeout_s)
         if not first.ended:
-            return "timeout"
+            return "too_slow"
         if good <= first.passed():
             return "survived"
-        second = await self._run(package, broken)
-        cured = await self._run(package, broken, reverse=patch)
-        found = judge(good, first, second, cured)
+        found = judge(good, first, await self._run(package, broken, timeout_s))
         if isinstance(found, str):
             return found
         failing, passing = found
-        key = hashlib.sha256(patch.encode()).hexdigest()[:10]
-        return {
-            "instance_id": f"{package.name}-{package.version}.{mutation.kind}.{key}",
+        patch = git_patch(path, before, after)
+        row = {
+            "instance_id": f"{package.name}-{package.version}.{mutation.kind}."
+                           f"{hashlib.sha256(patch.encode()).hexdigest()[:10]}",
             "repo": f"pypi/{package.name}", "patch": patch, "FAIL_TO_PASS": failing, "PASS_TO_PASS": passing,
-            "image_name": "", "problem_statement": statement(package, failing, passing, first), "files": broken,
+            "image_name": "", "problem_statement": "not written yet", "files": broken,
             "grader": "swe", "grading": {"files": package.tests, "paths": package.paths, "conftest": package.conftest},
         }
+        if not await self._cures(Task.model_validate(row), git_patch(path, after, before), timeout_s):
+            return "not_cured"
+        statement = await self._writer.write(failure_of(package, failing, passing, first))
+        return "no_statement" if statement is None else {**row, "problem_statement": statement}
 
-    async def _run(self, package: Package, files: dict[str, str], reverse: str = "") -> SuiteRun:
-        """One run of the suite over these files, after the reverse of a patch where one is given."""
+    async def _run(self, package: Package, files: dict[str, str], timeout_s: float) -> SuiteRun:
+        """One run of the suite over these files."""
+        task = Task(instance_id=package.name, problem_statement="validation", files=files)
+        async with self._sandbox(task, runner_mounts()) as sandbox:
+            await sandbox.put({name: text.encode() for name, text in package.tests.items()})
+            return await run_suite(sandbox, package.suite, conftest=package.conftest, paths=package.paths,
+                                   timeout_s=timeout_s)
+
+    async def _cures(self, task: Task, solution: str, timeout_s: float) -> bool:
+        """Whether the grader that will judge rollouts calls the solution one."""
+        grader = SweGrader(task, RewardConfig(timeout_s=timeout_s))
+        async with self._sandbox(task, grader.mounts) as sandbox:
+            return (await grader.grade(task, solution, sandbox)).passed
+
+    @asynccontextmanager
+    async def _sandbox(self, task: Task, mounts: tuple[Mount, ...]) -> AsyncIterator[Sandbox]:
         async with self._places:
-            task = Task(instance_id=package.name, problem_statement="validation", files=files)
             workspace = await asyncio.to_thread(self._workspaces.prepare, task)
-            sandbox = self._make(SandboxSpec(f"validate.{package.name}", workspace, Limits(), runner_mounts()))
+            sandbox = self._make(SandboxSpec(f"validate.{task.instance_id}", workspace, Limits(), mounts))
             await sandbox.start()
             try:
-                if reverse:
-                    await sandbox.exec("git apply -R -", timeout_s=30, stdin=reverse.encode())
-                await sandbox.put({name: text.encode() for name, text in package.tests.items()})
-                return await run_suite(sandbox, package.suite, conftest=package.conftest, paths=package.paths,
-                                       timeout_s=self._timeout_s)
+                yield sandbox
             finally:
                 await sandbox.stop()

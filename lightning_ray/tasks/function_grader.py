@@ -18,7 +18,7 @@ from lightning_ray.config import RewardConfig
 from lightning_ray.sandbox.base import ExecResult, Mount, Sandbox
 from lightning_ray.tasks import patches
 from lightning_ray.tasks.base import Grade, Task
-from lightning_ray.tasks.verdicts import apply, finish, without_running
+from lightning_ray.tasks.verdicts import finish, let_in
 
 
 class FunctionGrader:
@@ -32,12 +32,9 @@ class FunctionGrader:
 
     async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
         filtered = patches.filter_patch(patch, patches.touched(task.patch))
-        decided = without_running(patch, filtered)
+        decided = await let_in(patch, filtered, sandbox)
         if decided is not None:
             return finish(decided, filtered.suspicions, filtered, {}, self._config)
-        rejection = await apply(filtered.patch, sandbox)
-        if rejection is not None:
-            return finish(f"patch_rejected: {rejection}", filtered.suspicions, filtered, {}, self._config)
 
         async def run(command: str, stdin: bytes = b"", timeout_s: float | None = None) -> ExecResult:
             return await sandbox.exec(command, timeout_s=timeout_s or self._config.timeout_s, stdin=stdin)

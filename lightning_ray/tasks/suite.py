@@ -4,18 +4,15 @@ The code is trusted as far as its publisher is, and is isolated all the same. py
 read-only, with the same options as in grading (`tasks/swe.py`), so that a test that passes here passes there.
 """
 
-import importlib.util
 import json
 import secrets
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ray.sandbox.base import Mount, Sandbox
+from lightning_ray.sandbox.base import Sandbox
+from lightning_ray.tasks.pytest_mounts import RUNNER
 
-RUNNER = "/opt/runner"
-"""Where pytest is mounted inside."""
-PARTS = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 DRIVER = (Path(__file__).parent / "suite_driver.py").read_text()
 
 
@@ -33,19 +30,6 @@ class SuiteRun:
 
     def passed(self) -> set[str]:
         return {name for name, outcome in self.tests.items() if outcome == "passed"}
-
-
-def runner_mounts() -> tuple[Mount, ...]:
-    """pytest and what it needs. ValueError where this environment lacks a part."""
-    found = []
-    for name in PARTS:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:
-            raise ValueError(f"running test suites needs the package {name!r} in this environment; pip install pytest")
-        origin = Path(spec.origin)
-        package = origin.parent if origin.name == "__init__.py" else origin
-        found.append(Mount(package, f"{RUNNER}/{package.name}"))
-    return tuple(found)
 
 
 async def run_suite(sandbox: Sandbox, files: list[str], *, conftest: bool, paths: list[str], timeout_s: float

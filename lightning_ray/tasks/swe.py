@@ -12,7 +12,6 @@ must have come to its end. The candidate shares a process with the tests, so a d
 `swe_driver.py` says what is looked for. Where that is not enough, grade by `cases`.
 """
 
-import importlib.util
 import json
 import re
 import secrets
@@ -20,18 +19,16 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_ray.config import RewardConfig
-from lightning_ray.sandbox.base import ExecResult, Mount, Sandbox
+from lightning_ray.sandbox.base import ExecResult, Sandbox
 from lightning_ray.tasks import patches
 from lightning_ray.tasks.base import Grade, Task
-from lightning_ray.tasks.verdicts import EARLY_EXIT, apply, finish, messages, named, without_running
+from lightning_ray.tasks.pytest_mounts import RUNNER, runner_mounts
+from lightning_ray.tasks.verdicts import EARLY_EXIT, finish, grading_data, let_in, messages, named
 
 DRIVER = (Path(__file__).parent / "swe_driver.py").read_text()
-RUNNER = "/opt/runner"
-"""Where pytest is mounted inside."""
-PARTS = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 PRELOAD = (
     "_pytest.assertion.rewrite", "_pytest.assertion.util", "_pytest.capture", "_pytest.doctest", "_pytest.unittest",
     "_pytest.python", "_pytest.runner", "_pytest.reports", "_pytest.skipping", "_pytest.terminal", "_pytest.fixtures",
@@ -61,10 +58,7 @@ class SweGrader:
 
     def __init__(self, task: Task, config: RewardConfig) -> None:
         self._config = config
-        try:
-            self._grading = SweGrading.model_validate(task.grading)
-        except ValidationError as error:
-            raise ValueError(f"task {task.instance_id}: grading: {error}") from error
+        self._grading = grading_data(SweGrading, task)
         self._required = list(dict.fromkeys([*task.FAIL_TO_PASS, *task.PASS_TO_PASS]))
         if not self._required:
             raise ValueError(f"task {task.instance_id}: FAIL_TO_PASS and PASS_TO_PASS name no test")
@@ -76,12 +70,9 @@ class SweGrader:
     async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
         hidden = {*self._grading.files, *self._files}
         filtered = patches.filter_patch(patch, patches.touched(task.patch), hidden)
-        decided = without_running(patch, filtered)
+        decided = await let_in(patch, filtered, sandbox)
         if decided is not None:
             return finish(decided, filtered.suspicions, filtered, {}, self._config)
-        rejection = await apply(filtered.patch, sandbox)
-        if rejection is not None:
-            return finish(f"patch_rejected: {rejection}", filtered.suspicions, filtered, {}, self._config)
         if self._grading.files:
             await sandbox.put({name: text.encode() for name, text in self._grading.files.items()})
         runs: list[tuple[str, dict[str, Any]]] = []
@@ -105,19 +96,6 @@ class SweGrader:
                  "paths": grading.paths, "arguments": arguments, "added": added}  # fmt: skip
         command = f"exec {shlex.quote(grading.python)} -I -c {shlex.quote(DRIVER)}"
         return await sandbox.exec(command, timeout_s=self._config.timeout_s, stdin=json.dumps(order).encode())
-
-
-def runner_mounts() -> tuple[Mount, ...]:
-    """This installation's pytest and what it needs, package by package, so that nothing else of ours gets inside."""
-    found = []
-    for name in PARTS:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:
-            raise ValueError(f"the `swe` grader needs the package {name!r} in this environment; pip install pytest")
-        origin = Path(spec.origin)
-        source = origin.parent if origin.name == "__init__.py" else origin
-        found.append(Mount(source, f"{RUNNER}/{source.name}"))
-    return tuple(found)
 
 
 def added_lines(patch: str) -> dict[str, list[int]]:

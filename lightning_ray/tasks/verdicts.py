@@ -4,13 +4,16 @@ becomes a grade.
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from lightning_ray.config import RewardConfig
 from lightning_ray.sandbox.base import Sandbox
 from lightning_ray.tasks import patches
-from lightning_ray.tasks.base import Grade
+from lightning_ray.tasks.base import Grade, Task
 
+Data = TypeVar("Data", bound=BaseModel)
 APPLY_TIMEOUT_S = 30.0
 NAMED = 5
 """Failed tests that a reason names; the report has all."""
@@ -39,21 +42,26 @@ def messages(output: str, nonce: str) -> list[dict[str, Any]]:
     return found
 
 
-def without_running(patch: str, filtered: patches.Filtered) -> str | None:
-    """The reason, where a patch needs no sandbox to be judged: it is empty, or nothing of it is let in."""
+def grading_data(kind: type[Data], task: Task) -> Data:
+    """`task.grading` as the grader understands it. ValueError, naming the task, where it does not fit."""
+    try:
+        return kind.model_validate(task.grading)
+    except ValidationError as error:
+        raise ValueError(f"task {task.instance_id}: grading: {error}") from error
+
+
+async def let_in(patch: str, filtered: patches.Filtered, sandbox: Sandbox) -> str | None:
+    """Applies the agent's patch, as far as it is let in, to the pristine workspace. The reason, where that alone
+    decides: `empty_patch`, `patch_refused`, or `patch_rejected: ` with what git said."""
     if not patch.strip():
         return "empty_patch"
     if not filtered.paths:
         return "patch_refused"
-    return None
-
-
-async def apply(patch: str, sandbox: Sandbox) -> str | None:
-    """Apply a filtered patch to the pristine workspace; what git said where it does not apply."""
-    done = await sandbox.exec(
-        "git apply --whitespace=nowarn -", timeout_s=APPLY_TIMEOUT_S, stdin=patch.encode("utf-8", "surrogateescape")
-    )
-    return None if done.returncode == 0 else " ".join(done.output.split())[:300] or f"exit status {done.returncode}"
+    done = await sandbox.exec("git apply --whitespace=nowarn -", timeout_s=APPLY_TIMEOUT_S,
+                              stdin=filtered.patch.encode("utf-8", "surrogateescape"))
+    if done.returncode == 0:
+        return None
+    return f"patch_rejected: {' '.join(done.output.split())[:300] or f'exit status {done.returncode}'}"
 
 
 def finish(reason: str, suspicions: list[str], filtered: patches.Filtered, report: dict[str, Any],

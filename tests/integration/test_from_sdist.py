@@ -3,7 +3,11 @@
 The package is written by the test. Downloading one from the registry is a test of its own, skipped where there is none.
 """
 
+import asyncio
+import base64
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -11,23 +15,75 @@ from jobs.prepare_swe_smith import main
 from lightning_ray.config import ConfigError
 from lightning_ray.tasks import files, from_sdist
 from lightning_ray.tasks.from_sdist import bugs, unpack
+from tests.sandboxes import agent_patch, graded
 from tests.unit.test_from_sdist import SOURCE, archive
 
 
-def test_a_package_becomes_tasks(tmp_path, capsys):
+def make(tmp_path, *more):
     archive(tmp_path / "cache")
-    done = main(["sdist", "--from-sdist", "shop==1.0", "--mutations", "4", "--cache", str(tmp_path / "cache"),
-                 "--out", str(tmp_path / "out")])
-    said = capsys.readouterr()
-    assert done == 0, said.err
+    return main(["sdist", "--from-sdist", "shop==1.0", "--mutations", "4", "--cache", str(tmp_path / "cache"),
+                 "--out", str(tmp_path / "out"), *more])
+
+
+async def test_a_package_becomes_tasks_that_the_grader_tells_apart(tmp_path, capsys):
+    done = await asyncio.to_thread(make, tmp_path)
+    assert done == 0, capsys.readouterr().err
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     tasks = files.load(tmp_path / "out" / "train.jsonl")
     assert report["read"] == 4 and report["dropped"]["survived"] >= 1, "nobody tests `untested`"
+    assert report["packages"]["shop==1.0"]["tests"] == {"stable": 3} and report["statements"] == "template"
     assert len(tasks) == 4 - sum(report["dropped"].values()) >= 1
     for task in tasks:
         assert task.grader == "swe" and "tests/test_shop.py::test_adds[1]" in [*task.FAIL_TO_PASS, *task.PASS_TO_PASS]
         assert task.files["shop/__init__.py"] != SOURCE and "tests/test_shop.py" not in task.files
         assert "assert total(" in task.problem_statement
+    undone = "base64 -d > p <<< " + base64.b64encode(tasks[0].patch.encode()).decode() + "; git apply -R p; rm p"
+    for script, passed in ((undone, True), ("echo '# nothing' >> shop/__init__.py", False)):
+        patch = await agent_patch(tasks[0], tmp_path / "work", script)
+        grade = await graded(tasks[0], tmp_path / "work", patch)
+        assert (grade.passed, grade.reward) == (passed, float(passed)), grade
+        assert passed or grade.reason.startswith("tests_failed: tests/test_shop.py::")
+
+
+class Reporter(BaseHTTPRequestHandler):
+    """An OpenAI-compatible endpoint that says what it was asked."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = "<think>easy</think>A report. " + asked["messages"][0]["content"]
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}
+        body = json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"],
+                           "choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_model_writes_statements_and_is_not_shown_the_change(tmp_path, capsys):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Reporter)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        done = make(tmp_path, "--statements-url", url, "--statements-model", "m")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done == 0, capsys.readouterr().err
+    tasks = files.load(tmp_path / "out" / "train.jsonl")
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["statements"] == "m"
+    for task in tasks:
+        assert task.problem_statement.startswith("A report. ") and "assert total(" in task.problem_statement
+        assert "result" not in task.problem_statement, "a line of the code under test"
+
+
+@pytest.mark.parametrize("words", [("--statements-url", "http://127.0.0.1:1/v1"), ("--statements-model", "m")])
+def test_an_endpoint_without_a_model_is_refused(tmp_path, capsys, words):
+    assert make(tmp_path, *words) == 2
+    assert "Give the endpoint" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.timeout(150)

@@ -8,7 +8,8 @@ import pytest
 
 from lightning_ray.config import ConfigError
 from lightning_ray.tasks import from_sdist, patches
-from lightning_ray.tasks.from_sdist import bugs, git_patch, judge, stable, statement, unpack
+from lightning_ray.tasks.from_sdist import bugs, failure_of, git_patch, judge, sort_out, unpack
+from lightning_ray.tasks.statements import Plain, checked
 from lightning_ray.tasks.suite import SuiteRun
 
 SOURCE = '''\
@@ -98,26 +99,34 @@ def test_bugs_are_seeded_and_spread_over_functions(tmp_path):
 
 def test_slow_and_flaky_tests_are_no_measure():
     first = SuiteRun(dict.fromkeys("abcd", "passed"), {"a": 0.1, "b": 9.0, "c": 0.1, "d": 0.1}, {}, True, "")
-    assert stable(first, run(["a", "b", "c"], failed=["d"])) == {"a", "c"}
+    good, kinds = sort_out(first, run(["a", "b", "c"], failed=["d", "e"]))
+    assert good == {"a", "c"} and kinds == {"stable": 2, "slow": 1, "flaky": 1, "failing": 1}
 
 
-@pytest.mark.parametrize(("first", "second", "cured", "verdict"), [
-    (run("ab", "c"), run("ab", "c"), run("abc"), (["c"], ["a", "b"])),
-    (run("a"), run("a"), run("abc"), (["b", "c"], ["a"])),
-    (run("abc"), run("abc"), run("abc"), "survived"),
-    (run(""), run(""), run("abc"), "breaks_all"),
-    (run("ab", "c"), run("a", "bc"), run("abc"), "flaky"),
-    (run("ab", "c"), run("abc"), run("abc"), "flaky"),
-    (run("ab", "c"), run("ab", "c"), run("ab", "c"), "not_cured"),
+@pytest.mark.parametrize(("first", "second", "verdict"), [
+    (run("ab", "c"), run("ab", "c"), (["c"], ["a", "b"])),
+    (run("a"), run("a"), (["b", "c"], ["a"])),
+    (run("abc"), run("abc"), "survived"),
+    (run(""), run(""), "breaks_all"),
+    (run("ab", "c"), run("a", "bc"), "flaky"),
+    (run("ab", "c"), run("abc"), "flaky"),
 ])
-def test_what_the_runs_of_a_bug_say(first, second, cured, verdict):
-    assert judge(set("abc"), first, second, cured) == verdict
+def test_what_the_runs_of_a_bug_say(first, second, verdict):
+    assert judge(set("abc"), first, second) == verdict
 
 
-def test_the_statement_shows_the_failure_and_not_the_place(tmp_path):
+async def test_the_statement_shows_the_failure_and_not_the_place(tmp_path):
     package = unpack(archive(tmp_path), "shop==1.0")
-    text = statement(package, ["t::c"], ["t::a"], run(["t::a"], ["t::c"]))
+    text = await Plain().write(failure_of(package, ["t::c"], ["t::a"], run(["t::a"], ["t::c"])))
     assert "> t::c" in text and "1 of its 2 checks" in text and "__init__" not in text
+
+
+@pytest.mark.parametrize(("answer", "statement"), [
+    ("<think>\nhm\n</think>\n\ntotal() is wrong\n", "total() is wrong"), ("", None), (None, None),
+    ("<think>a</think> ", None),
+])
+def test_thoughts_are_no_statement(answer, statement):
+    assert checked(answer) == statement
 
 
 @pytest.mark.parametrize("bad", ["inflection", "a==1; rm", "-r==1", "a==../1"])
