@@ -2,22 +2,23 @@
 
 Each runner has a proxy beside it on its node: the two share one bundle of a placement group that spreads over nodes.
 A rollout is one actor call on a runner; its trajectory comes back as an `ObjectRef` that the caller owns, so that it
-outlives the runner. A runner that dies is started again by Ray, and the rollouts it held are submitted again, a bounded
-number of times, under the same id.
+outlives the runner. A runner that dies is started again by Ray, on another node where its own is gone; until it answers
+it is given nothing, and the rollouts it held start again on the others, a bounded number of times, under the same id.
 """
 
 import logging
-from collections import deque
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lightning_ray.config import Config, ConfigError, RunnersConfig
+from lightning_ray.dispatch import Dispatch, Start
 from lightning_ray.harness.runner import Runner
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.proxy.actor import Proxy
@@ -34,6 +35,10 @@ WAIT_AT_ONCE = 32
 """Most ended rollouts handed over at once."""
 
 
+class RunnersGone(RuntimeError):
+    """Every runner died and cannot be started again."""
+
+
 @dataclass(slots=True)
 class Fleet:
     """Submits rollouts and hands over trajectories as they end. It knows nothing of groups."""
@@ -43,11 +48,15 @@ class Fleet:
     pairs: PlacementGroup
     retries: int
     facts: dict = field(default_factory=dict)
-    _pending: dict[ray.ObjectRef, tuple[RolloutSpec, int, int]] = field(default_factory=dict)
-    """Reference -> (rollout, runner, attempts so far)."""
-    _limit: int | None = None
-    _queue: deque[RolloutSpec] = field(default_factory=deque)
-    """Submitted, and beyond the limit."""
+    _dispatch: Dispatch = field(init=False)
+    _pending: dict[ray.ObjectRef, Start] = field(default_factory=dict)
+    _coming_back: dict[ray.ObjectRef, int] = field(default_factory=dict)
+    """Reference that is ready when the runner with that number answers again."""
+    _dead: int = 0
+    """Runners that cannot be started again."""
+
+    def __post_init__(self) -> None:
+        self._dispatch = Dispatch(len(self.runners))
 
     @classmethod
     def start(cls, config: Config, run: RunDirectory, model_dir: str, generators: Sequence[ActorHandle]) -> "Fleet":
@@ -71,44 +80,44 @@ class Fleet:
 
     @property
     def running(self) -> int:
-        return len(self._pending)
+        return self._dispatch.running
 
     def submit(self, spec: RolloutSpec) -> None:
         """To the runner that holds the fewest rollouts, in its turn where the limit is reached."""
-        self._queue.append(spec)
-        self._start_queued()
+        self._dispatch.submit(spec)
+        self._start_next()
 
     def admit(self, limit: int) -> None:
         """At most so many rollouts (at least 1) run at once from now on. None is stopped that runs already."""
-        self._limit = limit
-        self._start_queued()
-
-    def _start_queued(self) -> None:
-        while self._queue and (self._limit is None or len(self._pending) < self._limit):
-            self._submit(self._queue.popleft(), attempts=0)
+        self._dispatch.limit = limit
+        self._start_next()
 
     def ended(self) -> list[Trajectory]:
-        """Rollouts that ended since the last call; waits a moment where there is none yet."""
+        """Rollouts that ended since the last call; waits a moment where there is none yet. Raises `RunnersGone`."""
+        self._welcome_back()
+        self._start_next()
         if not self._pending:
+            if self._dispatch.waiting:
+                time.sleep(WAIT_S)
             return []
         ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=WAIT_S)
         if ready and len(self._pending) > 1:
             ready, _ = ray.wait(list(self._pending), num_returns=min(len(self._pending), WAIT_AT_ONCE), timeout=0)
         ended = [trajectory for ref in ready if (trajectory := self._take(ref)) is not None]
-        self._start_queued()
+        self._start_next()
         return ended
 
     def run(self, specs: Sequence[RolloutSpec]) -> Iterator[Trajectory]:
         """Runs all of `specs`, hands over their trajectories as they end. Nothing else may be pending."""
         for spec in specs:
             self.submit(spec)
-        while self._pending:
+        while self._pending or self._dispatch.waiting:
             yield from self.ended()
 
     def stop(self) -> None:
         """Ends every rollout and every process of the runners."""
         self._pending.clear()
-        self._queue.clear()
+        self._dispatch.clear()
         for runner in self.runners:
             try:
                 ray.get(runner.stop.remote(), timeout=30)
@@ -118,25 +127,54 @@ class Fleet:
             ray.kill(actor)
         remove_placement_group(self.pairs)
 
-    def _submit(self, spec: RolloutSpec, attempts: int) -> None:
-        loads = [0] * len(self.runners)
-        for _, runner, _ in self._pending.values():
-            loads[runner] += 1
-        runner = loads.index(min(loads))
-        self._pending[self.runners[runner].run.remote(spec)] = (spec, runner, attempts)
+    def _start_next(self) -> None:
+        while (start := self._dispatch.next()) is not None:
+            self._pending[self.runners[start.runner].run.remote(start.spec)] = start
 
     def _take(self, ref: ray.ObjectRef) -> Trajectory | None:
-        spec, runner, attempts = self._pending.pop(ref)
+        start = self._pending.pop(ref)
         try:
-            return ray.get(ref)
+            trajectory = ray.get(ref)
         except RayActorError as error:
-            log.warning("runner %d died with rollout %s (%s)", runner, spec.rollout_id, type(error).__name__)
-            if attempts < self.retries:
-                self._submit(spec, attempts + 1)
-                return None
-            return Trajectory(
-                rollout_id=spec.rollout_id, group_id=spec.group_id, task_id=spec.task.instance_id, calls=[],
-                end="infra_failed", reason=f"its runner died {attempts + 1} times")
+            return self._lost(start, error)
+        self._dispatch.ended(start)
+        return trajectory
+
+    def _lost(self, start: Start, error: RayActorError) -> Trajectory | None:
+        """A rollout whose runner died: started again, or at last given up."""
+        log.warning("runner %d died with rollout %s (%s)", start.runner, start.spec.rollout_id, type(error).__name__)
+        if self._dispatch.down(start.runner):
+            self._await(start.runner)
+        if start.attempts < self.retries:
+            self._dispatch.lost(start)
+            return None
+        self._dispatch.ended(start)
+        return Trajectory(
+            rollout_id=start.spec.rollout_id, group_id=start.spec.group_id, task_id=start.spec.task.instance_id,
+            calls=[], end="infra_failed", reason=f"its runner died {start.attempts + 1} times")
+
+    def _await(self, runner: int) -> None:
+        self._coming_back[self.runners[runner].start.options(max_task_retries=-1).remote()] = runner
+
+    def _welcome_back(self) -> None:
+        """Runners that were down and answer again are given rollouts again."""
+        if not self._coming_back:
+            return
+        for ref in ray.wait(list(self._coming_back), num_returns=len(self._coming_back), timeout=0)[0]:
+            runner = self._coming_back.pop(ref)
+            try:
+                ray.get(ref)
+            except RayError as error:
+                self._gone(runner, error)
+            else:
+                log.warning("runner %d is back", runner)
+                self._dispatch.up(runner)
+
+    def _gone(self, runner: int, error: RayError) -> None:
+        log.warning("runner %d cannot be started again: %s", runner, error)
+        self._dead += 1
+        if self._dead == len(self.runners):
+            raise RunnersGone(f"every runner died and cannot be started again. The last one: {error}") from error
 
 
 def _reserve(config: RunnersConfig) -> PlacementGroup:

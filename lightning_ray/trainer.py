@@ -20,7 +20,7 @@ from lightning_ray import checkpoint
 from lightning_ray.admission import Admission, Pressure
 from lightning_ray.buffer import Dropped, Group, GroupBuffer
 from lightning_ray.config import Config
-from lightning_ray.fleet import Fleet
+from lightning_ray.fleet import Fleet, RunnersGone
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.observe.memory import PeakMemory
 from lightning_ray.observe.metrics import step_metrics
@@ -83,7 +83,7 @@ class Trainer:
             while self.state.step < self.config.run.steps:
                 yield self._step()
             self._conclude()
-        except PartDied as error:
+        except (PartDied, RunnersGone) as error:
             raise RunFailed(str(error)) from error
         finally:
             self._close()
