@@ -45,8 +45,10 @@ class LoopState(BaseModel):
 def save(run: RunDirectory, state: LoopState, save_policy: Callable[[Path], None], *, keep: int,
          carried: Sequence[Group] = (), max_tokens: int = 0) -> Path:
     """Writes the checkpoint of `state.step`, then removes all but the last `keep`. `carried`: complete groups that no
-    step has taken yet; `max_tokens` as for `write_rollouts`."""
+    step has taken yet; `max_tokens` as for `write_rollouts`. A checkpoint of this step that is there stays as it is."""
     final = run.checkpoint(state.step)
+    if final in run.complete_checkpoints():
+        return final
     partial = final.with_suffix(".partial")
     for leftover in (partial, final):
         shutil.rmtree(leftover, ignore_errors=True)

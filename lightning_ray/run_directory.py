@@ -85,6 +85,17 @@ class RunDirectory:
             return []
         return [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
 
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What the run reached; None where it is not done."""
+        file = self.root / "summary.json"
+        return json.loads(file.read_text()) if file.is_file() else None
+
+    def _repr_html_(self) -> str:
+        from lightning_ray.observe.html import run_html
+
+        return run_html(self.root.name, self.metrics(), self.summary)
+
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """One line, on disk before this returns."""
         with self.metrics_file.open("a") as file:

@@ -12,9 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_ray.config import ConfigError
+from lightning_ray.observe.html import content, heading
 from lightning_ray.trajectory.archive import read_rollouts
 from lightning_ray.trajectory.branches import branches
-from lightning_ray.trajectory.call import Call, Trajectory
+from lightning_ray.trajectory.call import Trajectory
 
 
 def view(path: Path, *, step: int | None = None, rollout_id: str | None = None, console: Console | None = None) -> int:
@@ -50,29 +51,14 @@ def show_rollout(trajectory: Trajectory, console: Console) -> None:
     """One rollout as a conversation: what each call added to the prompt, what was sampled, and what is trained."""
     console.rule(f"{trajectory.rollout_id}: task {trajectory.task_id}")
     for call in trajectory.calls:
-        console.print(_heading(call), style="dim")
+        console.print(f"\n{heading(call)}", style="dim")
         for message in json.loads(call.messages or "[]"):
-            console.print(f"[bold]{escape(str(message.get('role', '?')))}[/]: {escape(_content(message))}")
+            console.print(f"[bold]{escape(str(message.get('role', '?')))}[/]: {escape(content(message))}")
         console.print(f"[bold green]sampled[/]: {escape(call.text)}", style="red" if call.masked else "green")
     console.rule("the end")
     console.print(f"{trajectory.end}: {escape(trajectory.reason)}; reward {trajectory.reward:.2f}; "
                   f"suspicions: {', '.join(trajectory.suspicions) or 'none'}")
     console.print(escape(trajectory.patch) or "(empty patch)")
-
-
-def _heading(call: Call) -> str:
-    span = f"version {call.versions.min()}-{call.versions.max()}" if len(call.versions) else "no token"
-    mean = f", mean log-prob {call.logprobs.mean():.3f}" if len(call.logprobs) else ""
-    masked = f", not trained: {call.masked}" if call.masked else ""
-    return (f"\ncall {call.index} ({call.dialect}, {call.relation}): {len(call.prompt_ids)} tokens in, "
-            f"{len(call.sampled_ids)} out ({call.finish_reason}), {span}{mean}{masked}")
-
-
-def _content(message: dict) -> str:
-    content = message.get("content") or ""
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    calls = message.get("tool_calls")
-    return f"{text} {json.dumps(calls, ensure_ascii=False)}" if calls else text
 
 
 def _files(path: Path) -> list[Path]:

@@ -84,3 +84,8 @@ class Trajectory:
     @property
     def tokens_prompt(self) -> int:
         return sum(len(call.prompt_ids) for call in self.calls)
+
+    def _repr_html_(self) -> str:
+        from lightning_ray.observe.html import rollout_html
+
+        return rollout_html(self)
