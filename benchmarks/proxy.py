@@ -15,6 +15,7 @@ things as well it says more than requests/s.
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import subprocess
@@ -86,6 +87,8 @@ def opened(number: int):
 async def serve(connections: int) -> None:
     server, _ = make_server(journal=True)
     await server.start()
+    gc.collect()
+    gc.freeze()  # as the actor does
     urls = [server.open(opened(number)).base_url for number in range(connections)]
     began = time.process_time()
     print(READY + json.dumps(urls), flush=True)

@@ -5,6 +5,7 @@ without waiting for a call, and goes on with the rollouts of its journal directo
 which ask again, notices. vLLM is imported in `start`, so that a handle costs its holder nothing.
 """
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import ray
 
 from lightning_ray.config import PolicyConfig, ProxyConfig
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
+from lightning_ray.proxy.keeper import allow_descriptors
 from lightning_ray.trajectory.call import Call
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
@@ -65,6 +67,9 @@ class Proxy:
         codec = Codec(self.model_dir, self.policy)
         engine = Engine([RayGenerator(handle) for handle in self.generators])
         server = ProxyServer(codec, engine, self.config, self.policy.name, self.journal_dir)
+        allow_descriptors()
+        gc.collect()
+        gc.freeze()  # a million objects of imported modules, which collections need not look at again
         await server.start(restored=self.restored)
         self.server = server
 

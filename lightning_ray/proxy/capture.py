@@ -38,13 +38,13 @@ class Capture:
     """A running rollout."""
 
     def __init__(
-        self, session: Session, codec: Codec, engine: Engine, *, most_running: int, retry_grace_s: float, began: float,
+        self, session: Session, codec: Codec, engine: Engine, gate: Gate, *, retry_grace_s: float, began: float,
         life: str,
     ) -> None:
         """`began` is the wall-clock time (seconds since the epoch) at which the rollout began; `life` tells request
         ids of this process from those of one that died."""
         self.session = session
-        self.gate = Gate(most_running)
+        self.gate = gate
         self.codec = codec
         self.engine = engine
         self.retry_grace_s = retry_grace_s

@@ -38,6 +38,11 @@ def prepare(data: dict[str, Any]) -> dict[str, Any]:
     for legacy in ("functions", "function_call"):
         if data.get(legacy):
             raise BadRequest(f"`{legacy}` is not supported; use `tools` and `tool_choice`.", param=legacy)
+    for name in ("audio", "web_search_options"):
+        if data.get(name):
+            raise BadRequest(f"`{name}` is not supported.", param=name)
+    if set(data.get("modalities") or ["text"]) != {"text"}:
+        raise BadRequest("`modalities` may be [\"text\"] only.", param="modalities")
     return data
 
 

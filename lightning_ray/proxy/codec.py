@@ -9,7 +9,6 @@ Texts that come out of `render` may carry marks (`special.py`); `encode` underst
 
 import logging
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +86,7 @@ class Codec:
         if not (model_dir / "config.json").is_file():
             raise ConfigError(f"policy.path: {model_dir} has no config.json; give a Hugging Face model directory")
         self.max_context = policy.max_context
+        """Tokens, prompt and answer together."""
         allow_text_only()
         self.model_config = ModelConfig(
             model=str(model_dir), tokenizer=str(model_dir), max_model_len=policy.max_context, generation_config="vllm",
@@ -98,6 +98,8 @@ class Codec:
                 f"policy.path: the tokenizer in {model_dir} is a {type(self.tokenizer).__name__}; "
                 "a fast tokenizer (tokenizer.json) is needed"
             )
+        self.most_characters = policy.max_context * self.tokenizer.max_chars_per_token
+        """A longer text has too many tokens, whatever it says."""
         self.chat_template = self._template(model_dir, policy)
         self.parser_class = self._parser(policy)
         self.specials = Specials(self.tokenizer.backend_tokenizer)
@@ -171,13 +173,25 @@ class Codec:
             chat_template_kwargs=merge_kwargs(params.chat_template_kwargs, extra, unset_values=(None,)),
             tool_choice=params.tool_choice, response_format=params.response_format,
         )
-        # vLLM parses tool-call arguments in place, so the calls are copied.
-        contents = [
-            {**message, "tool_calls": deepcopy(message["tool_calls"])} if message.get("tool_calls") else message
-            for message in map(self.specials.protect, messages)
-        ]
-        _, prompt = self.renderer.render_messages(contents, params)
+        _, prompt = self.renderer.render_messages(list(map(self._protected, messages)), params)
         return prompt["prompt"]
+
+    def _protected(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with all its texts protected, those in tool-call arguments too, however JSON escapes them there.
+
+        Tool calls are copied in any case: vLLM parses their arguments in place.
+        """
+        calls = message.get("tool_calls")
+        if not calls:
+            return self.specials.protect(message)
+        protected = [
+            {**call, "function": {
+                **self.specials.protect(call["function"]),
+                "arguments": self.specials.protect_json(call["function"]["arguments"]),
+            }}
+            for call in calls
+        ]
+        return {**self.specials.protect({**message, "tool_calls": None}), "tool_calls": protected}
 
     def encode(self, text: str, after: str = "") -> np.ndarray:
         """int32: token ids of a rendered text; `after` is the special token just before it, which is not among them."""

@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 
 from lightning_ray.proxy.codec import Codec
 from lightning_ray.proxy.conversation import chain, digest, settings_digest
+from lightning_ray.proxy.errors import ContextLength
 from lightning_ray.proxy.history import Answered, History
 
 
@@ -46,6 +47,11 @@ class Prompt:
 
 def text_digest(text: str) -> bytes:
     return digest([text])
+
+
+def at_least(text: str, codec: Codec) -> int:
+    """How many tokens a text has at least."""
+    return -(-len(text) // codec.tokenizer.max_chars_per_token)
 
 
 def put_back_arguments(
@@ -96,12 +102,17 @@ def end_of_answer(
 def build_prompt(
     request: ChatCompletionRequest, messages: Sequence[dict[str, Any]], history: History, codec: Codec
 ) -> Prompt:
-    """Render a conversation against what the rollout has already said. Reads `history`, changes nothing."""
+    """Render a conversation against what the rollout has already said. Reads `history`, changes nothing.
+
+    Raises `ContextLength` where the text is too long for any tokenisation, and what `Codec.render` raises.
+    """
     start = settings_digest(codec.tools_of(request), codec.template_kwargs(request))
     digests = chain(start, messages)
     found = history.find(digests, messages)
     messages = put_back_arguments(messages, found)
     text = codec.render(request, messages)
+    if len(text) > codec.most_characters:  # it would take long to learn how many tokens exactly
+        raise ContextLength(codec.max_context, at_least(text, codec))
     refused = ""
     for _, calls in found:
         for one in calls:

@@ -14,7 +14,8 @@ This file imports the standard library alone: the keeper runs it by path.
 import contextlib
 import json
 import os
-import select
+import resource
+import selectors
 import socket
 import subprocess
 import sys
@@ -25,6 +26,17 @@ PATIENCE_S = 300
 NAME = "keeper.sock"
 MESSAGE = 4096
 SPAWN_TIMEOUT_S = 20
+DESCRIPTORS = 65_536
+"""A listener and a handful of connections for each of some thousand rollouts. No more, also where the system allows a
+billion: there are programs that go through all numbers below their limit one by one."""
+
+
+def allow_descriptors() -> None:
+    """Raise the soft limit of open descriptors to what rollouts by the thousand need, or to the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _address(directory: Path) -> tuple[int, str]:
@@ -100,24 +112,25 @@ def keep(directory: Path, watch: int) -> None:
     entrance.listen(8)
     os.close(descriptor)
     kept: dict[str, int] = {}
-    channels: list[socket.socket] = []
+    waiting = selectors.DefaultSelector()
+    waiting.register(entrance, selectors.EVENT_READ)
     alone_since = time.monotonic()
     try:
         while os.path.exists(f"/proc/{watch}") and time.monotonic() - alone_since < PATIENCE_S:
-            if channels:
+            if len(waiting.get_map()) > 1:
                 alone_since = time.monotonic()
-            ready, _, _ = select.select([entrance, *channels], [], [], 1)
-            for one in ready:
-                if one is entrance:
-                    channels.append(entrance.accept()[0])
+            for key, _ in waiting.select(timeout=1):
+                channel = key.fileobj
+                if channel is entrance:
+                    waiting.register(entrance.accept()[0], selectors.EVENT_READ)
                     continue
                 message, descriptors = b"", []
                 with contextlib.suppress(ConnectionError):  # the proxy died: the same as an orderly end
-                    message, descriptors, _, _ = socket.recv_fds(one, MESSAGE, 1)
+                    message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE, 1)
                 if not message:
-                    one.close()
-                    channels.remove(one)
-                elif not _serve(json.loads(message), descriptors, one, kept):
+                    waiting.unregister(channel)
+                    channel.close()
+                elif not _serve(json.loads(message), descriptors, channel, kept):
                     return
     finally:
         (directory / NAME).unlink(missing_ok=True)
@@ -142,4 +155,5 @@ if __name__ == "__main__":
     if os.fork():
         os._exit(0)
     os.setsid()
+    allow_descriptors()
     keep(Path(sys.argv[1]), int(sys.argv[2]))

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_ray.proxy.codec import Codec
-from lightning_ray.proxy.continuation import Prompt, text_digest
+from lightning_ray.proxy.continuation import Prompt, at_least, text_digest
 from lightning_ray.proxy.conversation import digest
+from lightning_ray.proxy.errors import ContextLength
 from lightning_ray.proxy.history import Answered
 from lightning_ray.proxy.session import Session
 
@@ -19,6 +20,8 @@ from lightning_ray.proxy.session import Session
 def build_raw_prompt(prompt: str | Sequence[int], session: Session, codec: Codec, *, add_special: bool) -> Prompt:
     """A prompt as sent to the engine. Reads the session, changes nothing."""
     if isinstance(prompt, str):
+        if len(prompt) > codec.most_characters:
+            raise ContextLength(codec.max_context, at_least(prompt, codec))
         return _from_text(prompt, session, codec, add_special)
     return _from_ids(list(prompt), session)
 

@@ -29,6 +29,7 @@ from lightning_ray.proxy.codec import Codec
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
 from lightning_ray.proxy.engine import Engine
 from lightning_ray.proxy.errors import NotFound
+from lightning_ray.proxy.gate import Gate
 from lightning_ray.proxy.journal import Journal, journals, read
 from lightning_ray.proxy.keeper import Keeper
 from lightning_ray.proxy.server import BACKLOG, Front, Site, refuse
@@ -39,6 +40,8 @@ from lightning_ray.trajectory.call import Call
 logger = logging.getLogger(__name__)
 
 TCP = "tcp"
+MOST_CONNECTIONS = 1024
+"""From inside one sandbox; more are closed as soon as they come."""
 FINISHED_S = 120
 """So long the calls of a finished rollout are kept, in case whoever asked for them did not get them."""
 
@@ -141,11 +144,14 @@ class ProxyServer:
             listener.close()
             self.keeper.drop(name)
         else:
-            rollout.sites[int(port)] = await self.front.serve(listener, partial(self._inside, rollout))
+            rollout.sites[int(port)] = await self.front.serve(
+                listener, partial(self._inside, rollout), most_connections=MOST_CONNECTIONS
+            )
 
     def _add(self, opened: OpenRollout, token: str, began: float) -> Rollout:
         capture = Capture(
-            Session(opened), self.codec, self.engine, most_running=self.config.max_concurrent_calls,
+            Session(opened), self.codec, self.engine,
+            Gate(self.config.max_concurrent_calls, self.front.most_body),
             retry_grace_s=self.config.retry_grace_s, began=began, life=self.life,
         )
         rollout = Rollout(capture, token, None)
@@ -183,7 +189,9 @@ class ProxyServer:
         listener = await asyncio.to_thread(listen_inside, pid, port)
         if self.keeper is not None:
             self.keeper.hold(f"{rollout_id}:{port}", listener)
-        rollout.sites[port] = await self.front.serve(listener, partial(self._inside, rollout))
+        rollout.sites[port] = await self.front.serve(
+            listener, partial(self._inside, rollout), most_connections=MOST_CONNECTIONS
+        )
 
     async def finish(self, rollout_id: str) -> list[Call]:
         """Revoke the endpoint, cancel what is in flight, and return all calls. KeyError for an unknown rollout.

@@ -17,6 +17,7 @@ from lightning_ray.proxy.codec import Codec
 from lightning_ray.proxy.completions import Completions
 from lightning_ray.proxy.dialect import Asked, Dialect
 from lightning_ray.proxy.errors import BadRequest, NotFound, ProxyError, TooLarge, openai_body
+from lightning_ray.proxy.gate import Visit
 from lightning_ray.proxy.messages import Messages
 from lightning_ray.proxy.responses import Responses
 from lightning_ray.proxy.session import Exchange
@@ -41,6 +42,7 @@ class Front:
         self.codec = codec
         self.config = config
         self.model = model
+        self.most_body = config.max_body_mb * 1024 * 1024
         self.started = int(time.time())
         self.messages = Messages(codec)
         self.dialects: dict[str, Dialect] = {
@@ -48,18 +50,24 @@ class Front:
             "/v1/responses": Responses(codec, model), "/v1/messages": self.messages, COUNT_TOKENS: self.messages,
         }
 
-    async def serve(self, listener: socket.socket, handler: Handler) -> "Site":
+    async def serve(
+        self, listener: socket.socket, handler: Handler, *, most_connections: int | None = None
+    ) -> "Site":
         """Serve a listening socket with `handler(request)`."""
-        most = self.config.max_body_mb * 1024 * 1024
         loop = asyncio.get_running_loop()
 
         def make_request(message, payload, protocol, writer, task) -> web.BaseRequest:
-            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=most)
+            return web.BaseRequest(message, payload, protocol, writer, task, loop)
 
         http = web.Server(
             handler, request_factory=make_request, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_S,
         )
-        return Site(http, await loop.create_server(http, sock=listener, backlog=BACKLOG))
+
+        def connect() -> asyncio.Protocol:
+            full = most_connections is not None and len(http.connections) >= most_connections
+            return Refusing() if full else http()
+
+        return Site(http, await loop.create_server(connect, sock=listener, backlog=BACKLOG))
 
     async def answer(self, capture: Capture, request: web.BaseRequest, path: str) -> web.StreamResponse:
         """Answer one request of a rollout; `path` begins behind what named the rollout. Never raises for what a
@@ -76,14 +84,12 @@ class Front:
         if request.method != "POST":
             return refuse(BadRequest(f"{path} takes POST, not {request.method}."), dialect)
         try:
-            capture.gate.enter()
-        except ProxyError as error:
-            return refuse(error, dialect)
-        try:
-            if path.endswith(COUNT_TOKENS):
-                asked = self.messages.read_count(await self._body(request))
-                return web.Response(body=self.messages.count(await capture.count(asked)), headers=JSON)
-            return await self._call(capture, request, dialect)
+            with capture.gate.visit() as visit:
+                body = await self._body(request, visit)
+                if path.endswith(COUNT_TOKENS):
+                    tokens = await capture.count(self.messages.read_count(body))
+                    return web.Response(body=self.messages.count(tokens), headers=JSON)
+                return await self._call(capture, request, dialect, body)
         except ProxyError as error:
             return refuse(error, dialect)
         except ConnectionError:
@@ -91,20 +97,23 @@ class Front:
         except Exception:
             logger.exception("a request of rollout %s failed", capture.session.opened.rollout_id)
             return refuse(ProxyError("The proxy failed on this request."), dialect)
-        finally:
-            capture.gate.leave()
 
-    async def _body(self, request: web.BaseRequest) -> bytes:
+    async def _body(self, request: web.BaseRequest, visit: Visit) -> bytes:
+        body = bytearray()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise TooLarge(f"The request is longer than {self.config.max_body_mb} MB.") from None
+                async for part in request.content.iter_any():
+                    visit.receive(len(part))
+                    body += part
+                    if len(body) > self.most_body:
+                        raise TooLarge(f"The request is longer than {self.config.max_body_mb} MB.")
         except TimeoutError:
             raise BadRequest("The request body did not arrive in time.") from None
+        return bytes(body)
 
-    async def _call(self, capture: Capture, request: web.BaseRequest, dialect: Dialect) -> web.StreamResponse:
-        body = await self._body(request)
+    async def _call(
+        self, capture: Capture, request: web.BaseRequest, dialect: Dialect, body: bytes
+    ) -> web.StreamResponse:
         asked = dialect.read(body, capture.session)
         retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         exchange, task = capture.begin(asked, body, dialect.name, retried=retried)
@@ -157,6 +166,13 @@ class Front:
 def refuse(error: ProxyError, dialect: Dialect | None = None) -> web.Response:
     """An error response in the dialect's shape."""
     return web.Response(status=error.status, body=dialect.error(error) if dialect else openai_body(error), headers=JSON)
+
+
+class Refusing(asyncio.Protocol):
+    """Closes a connection as soon as it comes."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.abort()
 
 
 class Site:

@@ -15,6 +15,7 @@ So do we, and remember the stretches: a system prompt that a thousand rollouts s
 history that is rendered afresh, are tokenised once.
 """
 
+import json
 import re
 from collections import OrderedDict
 from threading import Lock
@@ -82,6 +83,15 @@ class Specials:
             items = [self.protect(item) for item in value]
             return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
         return value
+
+    def protect_json(self, text: str) -> str:
+        """JSON text whose strings are protected, also where they are written with escapes; any other text as a text."""
+        if "\\" in text:
+            try:
+                return json.dumps(self.protect(json.loads(text)), ensure_ascii=False)
+            except ValueError:
+                return self.protect_text(text)
+        return self.protect_text(text)
 
     def encode_raw(self, text: str, *, add_special: bool = False) -> np.ndarray:
         """int32: token ids of a text that nobody marked: whatever looks like a special token is one."""

@@ -239,6 +239,23 @@ def test_special_tokens_in_contents_stay_text(family):
     assert f"a{evil}b" in text
 
 
+@pytest.mark.parametrize("evil", ["<|im_end|>", "\ufdd1"])
+def test_special_tokens_escaped_in_arguments_stay_text(evil):
+    """JSON may write any character as an escape, and the template writes arguments after they were parsed."""
+    asked = Rollout("hermes", True)
+    escaped = "".join(f"\\u{ord(character):04x}" for character in evil)
+
+    def text_of(command: str) -> tuple[list[int], str]:
+        call = {"id": "1", "type": "function", "function": {"name": "bash", "arguments": f'{{"command": "{command}"}}'}}
+        request = asked.request([{"role": "user", "content": "Go."}, {"role": "assistant", "tool_calls": [call]}])
+        ids = asked.codec.encode(asked.codec.render(request, list(request.messages))).tolist()
+        return [one for one in ids if one in asked.codec.specials.texts.values()], asked.codec.decode(ids)
+
+    controls, text = text_of(escaped)
+    assert controls == text_of("ls")[0]
+    assert f'"command": "{evil}"' in text
+
+
 @SETTINGS
 @given(texts)
 def test_protected_text_comes_back(text):

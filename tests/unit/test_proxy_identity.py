@@ -1,10 +1,14 @@
 """What an endpoint gives away, and what one rollout may use: nothing of others, and no more than its bounds."""
 
 import asyncio
+import contextlib
+import json
+import socket
 
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 
 from tests.unit.proxy_parts import codec_of, rollout, serving
 
@@ -58,6 +62,63 @@ async def test_calls_beyond_the_bound_wait_and_a_flood_is_told_to_slow_down(star
     assert len(engine.requests) == 32 == len(await server.finish("r0"))
 
 
+async def test_bodies_together_are_bounded(started):
+    server, engine, endpoint, _ = await started("chatml", lambda request: "y", config={"max_body_mb": 1})
+    engine.hold = asyncio.Event()
+    body = json.dumps(ASK).encode().ljust(900_000)
+    async with aiohttp.ClientSession() as http:
+        async def ask() -> int:
+            async with http.post(endpoint.base_url + "/v1/chat/completions", data=body) as response:
+                return response.status
+
+        asked = [asyncio.create_task(ask()) for _ in range(12)]
+        refused = 0
+        while refused < 3:  # nine of these bodies are shorter than eight of the longest
+            done, _ = await asyncio.wait(asked, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            assert {one.result() for one in done} == {429}
+            refused += len(done)
+            asked = [one for one in asked if one not in done]
+        engine.hold.set()
+        assert await asyncio.gather(*asked) == [200] * 9
+        assert await ask() == 200  # what has been answered no longer counts
+    assert len(await server.finish("r0")) == 10
+
+
+@pytest.mark.parametrize("path, body", [
+    ("chat/completions", {"messages": [{"role": "user", "content": "y" * 3_000_000}]}),
+    ("completions", {"prompt": "y" * 3_000_000}),
+])
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(started, monkeypatch, path, body):
+    server, engine, endpoint, _ = await started("chatml", lambda request: "y")
+    monkeypatch.setattr(server.codec.specials, "_encode_stretch", lambda *text: pytest.fail("it was tokenised"))
+    async with aiohttp.ClientSession() as http, http.post(f"{endpoint.base_url}/v1/{path}", json=body) as response:
+        assert response.status == 400 and (await response.json())["error"]["code"] == "context_length_exceeded"
+    assert not engine.requests
+
+
+async def test_connections_of_a_sandbox_are_bounded(started):
+    server, _, _, _ = await started("chatml", lambda request: "y")
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        return web.Response(body=b"here")
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    site = await server.front.serve(listener, answer, most_connections=2)
+    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.suppress(ConnectionError):
+        assert await reader.read() == b""
+    writer.close()
+    held.pop()[1].close()
+    await asyncio.sleep(0.1)
+    async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}/") as response:
+        assert await response.text() == "here"
+    held.pop()[1].close()
+    await site.close()
+
+
 async def test_the_cap_on_tokens_ends_the_rollout_with_its_reason(started):
     server, engine, _, client = await started("chatml", lambda request: "abcdefgh", max_tokens=6)
     await client.chat.completions.create(**ASK)
@@ -76,7 +137,8 @@ async def test_the_cap_on_tokens_ends_the_rollout_with_its_reason(started):
     ({**ASK, "chat_template": "{{ 1 }}"}, "chat_template"), ({**ASK, "use_beam_search": True}, "use_beam_search"),
     ({**ASK, "n": 10**6}, "n"), ({**ASK, "max_tokens": 0}, "max_tokens"), ({**ASK, "functions": [{}]}, "functions"),
     ({**ASK, "tool_choice": "required"}, "tool_choice"), ({**ASK, "stop": 5}, None),
-    ({"messages": {"a": 1}}, "messages"),
+    ({"messages": {"a": 1}}, "messages"), ({**ASK, "modalities": ["text", "audio"]}, "modalities"),
+    ({**ASK, "audio": {"voice": "x", "format": "wav"}}, "audio"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls.0"),
 ])
 async def test_bad_requests_name_the_field(started, body, param):

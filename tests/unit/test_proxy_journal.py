@@ -13,7 +13,7 @@ from hypothesis import given
 from lightning_ray.config import ProxyConfig
 from lightning_ray.proxy.engine import Engine
 from lightning_ray.proxy.journal import Journal, journals, read
-from lightning_ray.proxy.keeper import Keeper
+from lightning_ray.proxy.keeper import Keeper, allow_descriptors
 from lightning_ray.proxy.rollouts import ProxyServer
 from lightning_ray.proxy.session import Session
 from tests.unit.proxy_parts import ScriptedEngine, codec_of, rollout
@@ -97,6 +97,26 @@ def test_the_keeper_keeps_a_port_open_while_nobody_serves_it(tmp_path):
         for _ in range(200):  # the keeper closes its duplicate soon
             socket.create_connection(("127.0.0.1", port)).close()
     again.quit()
+
+
+def test_the_keeper_is_found_again_however_many_sockets_it_holds(tmp_path):
+    allow_descriptors()
+    keeper = Keeper(tmp_path, watch=os.getpid())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for number in range(1100):
+            keeper.hold(f"r{number}:1", listener)
+
+    def how_many() -> int:
+        found = keeper.sockets()
+        for one in found.values():
+            one.close()
+        return len(found)
+
+    assert how_many() == 1100
+    keeper._channel.close()  # the proxy died
+    keeper = Keeper(tmp_path, watch=os.getpid())
+    assert how_many() == 1100
+    keeper.quit()
 
 
 async def die(server: ProxyServer) -> None:
