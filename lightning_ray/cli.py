@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -159,7 +160,8 @@ def _capture(options: argparse.Namespace, overrides: list[str]) -> int:
                     overrides=overrides)
     print("lightning-ray: starting an engine, this can take a minute", file=sys.stderr)
     try:
-        report = capture(what)
+        with redirect_stdout(sys.stderr):  # what libraries print is no part of the report
+            report = capture(what)
     except CaptureFailed as error:
         print(f"lightning-ray: the capture failed: {error}", file=sys.stderr)
         return FAILED

@@ -26,7 +26,7 @@ from lightning_ray.config import Config, ConfigError, TasksConfig
 from lightning_ray.harness.command import LOG_CHARS
 from lightning_ray.harness.pool import WorkerPool
 from lightning_ray.harness.report import Ending, Parity, Report, report
-from lightning_ray.harness.rollouts import Rollouts
+from lightning_ray.harness.rollouts import ProxyClient, Rollouts
 from lightning_ray.harness.runner import ProxyActor
 from lightning_ray.harness.scratch import Scratch
 from lightning_ray.harness.spec import RolloutSpec, check_harness, command_plan
@@ -156,15 +156,19 @@ def capture(what: Capture) -> Report:
     session = RaySession.start(config)
     actors: list[ray.actor.ActorHandle] = []
     try:
-        proxy = _start(what, scratch, actors)
-        trajectory = asyncio.run(_run(what, scratch, proxy))
+        proxy = ProxyActor(_start(what, scratch, actors))
+        trajectory = asyncio.run(run_harness(what, scratch.path, proxy))
     except RayError as error:
         raise CaptureFailed(_cause(error)) from error
     finally:
         _stop(actors)
         session.stop()
         scratch.remove()
-    parity = _parity(what, trajectory) if what.parity else None
+    return summary(what, trajectory, _parity(what, trajectory) if what.parity else None)
+
+
+def summary(what: Capture, trajectory: Trajectory, parity: Parity | None) -> Report:
+    config = what.config
     return report(trajectory.calls, ending(what, trajectory), max_context=config.policy.max_context,
                   train=config.capture.train, parity=parity, tool_parser=config.policy.tool_parser)
 
@@ -212,16 +216,17 @@ def _cause(error: RayError) -> str:
     return f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
 
 
-async def _run(what: Capture, scratch: Scratch, proxy: ray.actor.ActorHandle) -> Trajectory:
-    config, client = what.config, ProxyActor(proxy)
-    workspaces = Workspaces(scratch.path / "workspaces")
+async def run_harness(what: Capture, directory: Path, client: ProxyClient) -> Trajectory:
+    """One rollout through `client`. Workspaces and the files of worker processes go below `directory`."""
+    config = what.config
+    workspaces = Workspaces(directory / "workspaces")
     name = f"capture-{secrets.token_hex(4)}"
     if what.backend is None:
         return await _on_host(what, client, workspaces.prepare(what.task), name)
     once = config.model_copy(update={"runners": config.runners.model_copy(update={"infra_retries": 0})})
     pool = None
     if config.harness.kind == "python":
-        pool = WorkerPool(config.harness.entry, 1, scratch.path)
+        pool = WorkerPool(config.harness.entry, 1, directory)
         await pool.start()
     rollouts = Rollouts(once, client, workspaces, what.backend.make, pool, what.backend.report)
     spec = RolloutSpec(name, name, what.task, "train", config.run.seed, config.sampling.temperature)
@@ -233,7 +238,7 @@ async def _run(what: Capture, scratch: Scratch, proxy: ray.actor.ActorHandle) ->
             await pool.stop()
 
 
-async def _on_host(what: Capture, client: ProxyActor, workspace: Path, name: str) -> Trajectory:
+async def _on_host(what: Capture, client: ProxyClient, workspace: Path, name: str) -> Trajectory:
     """The command with this user's rights and environment, in a copy of the workspace. Nothing is graded."""
     config = what.config
     harness = config.harness

@@ -1,5 +1,7 @@
-"""Installs a harness in a place of its own below a cache directory, once for each set of pinned packages. A place is
-marked when it is whole; one that is not is made again.
+"""Installs a harness in a place of its own below a cache directory, once for each set of pinned packages.
+
+`npm` packages go below a prefix, Python packages into a virtual environment. A place is made aside and renamed, so that
+it is whole or absent... except a virtual environment, which cannot move: it is marked when it is whole.
 """
 
 import hashlib
@@ -32,6 +34,18 @@ class Npm:
 
 
 @dataclass(frozen=True, slots=True)
+class Venv:
+    """Packages of PyPI, `name==version`; the first one is the harness."""
+
+    packages: tuple[str, ...]
+    python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+    @property
+    def version(self) -> str:
+        return self.packages[0].partition("==")[2]
+
+
+@dataclass(frozen=True, slots=True)
 class Present:
     """The harness is in the environment that runs the tests."""
 
@@ -44,7 +58,7 @@ class Present:
         return version(self.package)
 
 
-Install = Npm | Present
+Install = Npm | Venv | Present
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +76,8 @@ def install(name: str, how: Install) -> Place:
         return Place(Path(sys.prefix) / "bin", (Path(sys.prefix), Path(sys.base_prefix)))
     digest = hashlib.sha256(json.dumps([type(how).__name__, *how.packages]).encode()).hexdigest()[:8]
     place = CACHE / f"{name}-{how.version}-{digest}"
-    return _npm(place, how)
+    made = _npm if isinstance(how, Npm) else _venv
+    return made(place, how)
 
 
 def _npm(place: Path, how: Npm) -> Place:
@@ -76,6 +91,30 @@ def _npm(place: Path, how: Npm) -> Place:
         (place / WHOLE).touch()
     real = Path(node).resolve()
     return Place(place / "node_modules" / ".bin", (place,) if real.is_relative_to("/usr") else (place, real))
+
+
+def _venv(place: Path, how: Venv) -> Place:
+    python = interpreter(how.python)
+    if not (place / WHOLE).exists():
+        shutil.rmtree(place, ignore_errors=True)
+        _run([python, "-m", "venv", str(place)])
+        _run([str(place / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", *how.packages])
+        (place / WHOLE).touch()
+    base = subprocess.run([python, "-c", "import sys; print(sys.base_prefix)"], capture_output=True, text=True,
+                          check=True).stdout.strip()
+    return Place(place / "bin", (place,) if base == "/usr" else (place, Path(base)))
+
+
+def interpreter(version: str) -> str:
+    """A Python of that version on this machine: on the PATH, or one that pyenv keeps."""
+    if sys.version_info[:2] == tuple(map(int, version.split("."))):
+        return f"{sys.base_prefix}/bin/python{version}"
+    kept = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    found = [shutil.which(f"python{version}"), *map(str, kept.glob(f"{version}.*/bin/python{version}"))]
+    for candidate in filter(None, found):
+        if subprocess.run([candidate, "--version"], capture_output=True, check=False).returncode == 0:
+            return candidate
+    raise Unavailable(f"Python {version} is not installed")
 
 
 def _run(command: list[str]) -> None:

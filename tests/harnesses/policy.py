@@ -6,11 +6,12 @@ import json
 
 from lightning_ray.generator.request import GenerateRequest
 from lightning_ray.proxy.codec import Codec
-from tests.harnesses.table import MEND, READ, Entry
+from tests.harnesses.table import Entry
 
 TURN = "<|im_start|>assistant\n"
 ASIDE = "Mend add"
 """Answers what is asked on the side, without tools: a title, a commit message."""
+NO_TOOL = "There is no tool for that."
 
 
 class Script:
@@ -24,14 +25,16 @@ class Script:
     def __call__(self, request: GenerateRequest) -> str:
         prompt = self.codec.tokenizer.decode(request.prompt_ids)
         self.prompts.append(prompt)
-        turn = prompt.count(TURN) - 1
-        offered = prompt.partition("<tools>")[2].partition("\n</tools>")[0]
-        tool = next((name for name in self.entry.tools if f'"name": "{name}"' in offered), None)
-        if tool is None:
+        turns = self.entry.turns
+        if all(isinstance(turn, str) for turn in turns):
+            return turns[len(self.prompts) - 1] if len(self.prompts) <= len(turns) else ASIDE
+        tools = prompt.partition("<tools>")[2].partition("\n</tools>")[0]
+        if not tools:
             return ASIDE
-        said = [READ, MEND, self.entry.done]
-        command = said[turn] if turn < len(said) else self.entry.done
-        if command == self.entry.done and not self.entry.done_by_tool:
-            return command
-        call = {"name": tool, "arguments": self.entry.tools[tool](command)}
-        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        turn = turns[min(prompt.count(TURN), len(turns)) - 1]
+        if isinstance(turn, str):
+            return turn
+        name = next((name for name in turn if f'"name": "{name}"' in tools), None)
+        if name is None:
+            return NO_TOOL
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': turn[name]})}\n</tool_call>"

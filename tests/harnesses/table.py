@@ -1,6 +1,6 @@
-"""The harnesses of the suite: how it is installed, how it is told its endpoint, and in which words the scripted policy
-speaks to it. One entry a harness; `{bin}` is the directory of its programs, the other placeholders are those of
-`harness.command` in a configuration (`lightning_ray/config.py`).
+"""The harnesses of the suite: how each is installed, how it is told its endpoint, and in which words the scripted
+policy speaks to it. `{bin}` is the directory of its programs, the other placeholders are those of `harness.command` in
+a configuration (`lightning_ray/config.py`).
 """
 
 from collections.abc import Callable
@@ -8,11 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.harnesses.install import Install, Npm, Present
+from lightning_ray.sandbox.base import WORKSPACE
+from tests.harnesses.install import Install, Npm, Present, Venv
 
 HERE = Path(__file__).parent
 READ, MEND = "cat sums.py", "sed -i 's/a - b/a + b/' sums.py"
 """What the policy does; then it says that it is done."""
+DONE = "I am done: add returns the sum now."
+
+Turn = str | dict[str, dict[str, Any]]
+"""What the policy says: a text, or a call of the first of these tools that the prompt offers, with its arguments."""
+
+
+def by_shell(last: Turn = DONE, **tools: Callable[[str], dict[str, Any]]) -> list[Turn]:
+    """Read, mend, be done, by a tool that runs shell commands: name -> its arguments for a command."""
+    return [{name: arguments(command) for name, arguments in tools.items()} for command in (READ, MEND)] + [last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +30,10 @@ class Entry:
     install: Install
     command: list[str]
     dialect: str
+    turns: list[Turn]
+    """A harness whose turns are all texts offers no tools."""
     env: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
-    tools: dict[str, Callable[[str], dict[str, Any]]] = field(default_factory=dict)
-    """Tool that runs a shell command -> its arguments. The first one that the prompt offers is used."""
-    done: str = "I am done: add returns the sum now."
-    """The last answer of a harness with tools."""
-    done_by_tool: bool = False
-    """It is a shell command."""
 
 
 def plain(command: str) -> dict[str, Any]:
@@ -64,6 +70,17 @@ model:
   model_kwargs: {api_base: "{base_url}/v1", api_key: none, drop_params: true, timeout: 600}
 """
 
+BLOCK = """\
+sums.py
+```python
+<<<<<<< SEARCH
+    return a - b
+=======
+    return a + b
+>>>>>>> REPLACE
+```
+"""
+
 ENTRIES = {
     "mini-SWE-agent": Entry(
         install=Present("mini-swe-agent"),
@@ -73,9 +90,7 @@ ENTRIES = {
         env={"MSWEA_CONFIGURED": "true", "MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": "/tmp/mini",
              "LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1"},
         files={"/tmp/mini/rl.yaml": MINI},
-        tools={"bash": plain},
-        done="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
-        done_by_tool=True,
+        turns=by_shell({"bash": plain("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")}, bash=plain),
     ),
     "Claude Code": Entry(
         install=Npm(("@anthropic-ai/claude-code@2.1.332",)),
@@ -84,7 +99,7 @@ ENTRIES = {
         dialect="messages",
         env={"IS_SANDBOX": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1",
              "ANTHROPIC_SMALL_FAST_MODEL": "{model}"},
-        tools={"Bash": described},
+        turns=by_shell(Bash=described),
     ),
     "Codex": Entry(
         install=Npm(("@openai/codex@0.171.0",)),
@@ -93,8 +108,15 @@ ENTRIES = {
         dialect="responses",
         env={"CODEX_HOME": "/tmp/codex"},
         files={"/tmp/codex/config.toml": CODEX},
-        tools={"exec_command": lambda command: {"cmd": command}, "shell_command": plain,
-               "shell": lambda command: {"command": ["bash", "-lc", command]}},
+        turns=by_shell(exec_command=lambda command: {"cmd": command}, shell_command=plain),
+    ),
+    "Qwen Code": Entry(
+        install=Npm(("@qwen-code/qwen-code@0.24.4",)),
+        command=["{bin}/qwen", "-p", "{task}", "--yolo", "--auth-type", "openai"],
+        dialect="chat",
+        env={"OPENAI_MODEL": "{model}"},
+        turns=[{"read_file": {"file_path": f"{WORKSPACE}/sums.py"}},
+               {"edit": {"file_path": f"{WORKSPACE}/sums.py", "old_string": "a - b", "new_string": "a + b"}}, DONE],
     ),
     "opencode": Entry(
         install=Npm(("opencode-ai@1.18.33",)),
@@ -103,7 +125,15 @@ ENTRIES = {
         env={"OPENCODE_CONFIG": "/tmp/opencode/opencode.json", "OPENCODE_DISABLE_AUTOUPDATE": "1",
              "OPENCODE_DISABLE_MODELS_FETCH": "1", "XDG_DATA_HOME": "/tmp/opencode/data"},
         files={"/tmp/opencode/opencode.json": OPENCODE},
-        tools={"bash": described},
+        turns=by_shell(bash=described),
+    ),
+    "aider": Entry(
+        install=Venv(("aider-chat==0.86.2",)),
+        command=["{bin}/aider", "--model", "openai/{model}", "--yes-always", "--no-check-update", "--no-analytics",
+                 "--no-show-model-warnings", "--edit-format", "diff", "--message", "{task}", "sums.py"],
+        dialect="chat",
+        env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        turns=[BLOCK],
     ),
     "openai-agents": Entry(
         install=Present("openai-agents"),
@@ -111,6 +141,21 @@ ENTRIES = {
         dialect="responses",
         env={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
         files={"/tmp/agent/main.py": (HERE / "openai_agents.py").read_text()},
-        tools={"bash": plain},
+        turns=by_shell(bash=plain),
+    ),
+    "LangGraph": Entry(
+        install=Venv(("langgraph==1.2.24", "langchain-openai==1.7.4")),
+        command=["{bin}/python", "/tmp/agent/main.py", "{task}", "{model}"],
+        dialect="chat",
+        files={"/tmp/agent/main.py": (HERE / "langgraph_agent.py").read_text()},
+        turns=by_shell(bash=plain),
+    ),
+    "OpenHands SDK": Entry(
+        install=Venv(("openhands-sdk==1.58.2", "openhands-tools==1.58.2"), python="3.12"),
+        command=["{bin}/python", "/tmp/agent/main.py", "{task}", "{model}"],
+        dialect="chat",
+        env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        files={"/tmp/agent/main.py": (HERE / "openhands_agent.py").read_text()},
+        turns=by_shell(terminal=plain),
     ),
 }

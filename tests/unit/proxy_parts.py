@@ -21,9 +21,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 from lightning_ray.config import PolicyConfig, ProxyConfig, SamplingConfig
 from lightning_ray.generator.request import GenerateRequest, Generation
 from lightning_ray.proxy.codec import Codec
-from lightning_ray.proxy.endpoint import OpenRollout
+from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
 from lightning_ray.proxy.engine import Engine
 from lightning_ray.proxy.rollouts import ProxyServer
+from lightning_ray.trajectory.call import Call
 
 CHATML = """\
 {%- for message in messages -%}
@@ -211,6 +212,22 @@ def proxy_of(
     """A proxy in this process (not started) and its engine."""
     engine = ScriptedEngine(codec, say)
     return ProxyServer(codec, Engine([engine]), ProxyConfig(**config), "policy"), engine
+
+
+class InProcess:
+    """A `ProxyServer` of this process as a runner's `ProxyClient`."""
+
+    def __init__(self, server: ProxyServer) -> None:
+        self.server = server
+
+    async def open(self, opened: OpenRollout) -> Endpoint:
+        return self.server.open(opened)
+
+    async def listen(self, rollout_id: str, pid: int, port: int) -> None:
+        await self.server.listen(rollout_id, pid, port)
+
+    async def finish(self, rollout_id: str) -> list[Call]:
+        return await self.server.finish(rollout_id)
 
 
 @asynccontextmanager
