@@ -122,6 +122,17 @@ class HarnessConfig(Part):
     """Model calls of one rollout; more end it."""
 
 
+class ContainerConfig(Part):
+    """`sandbox.backend: container`. The daemon, Docker or Podman, is the one that DOCKER_HOST names, or
+    /var/run/docker.sock; it must run on this machine."""
+
+    runtime: str = ""
+    """OCI runtime; empty: the daemon's own. One that hides the container's processes from the host (gVisor's `runsc`,
+    Kata) is refused: a command that takes too long could not be ended, and the endpoint could not be reached."""
+    pull: Literal["missing", "never"] = "missing"
+    """Whether an image that the daemon does not have is pulled (once, before its first sandbox) or is an error."""
+
+
 class SandboxConfig(Part):
     backend: Literal["bubblewrap", "container", "kubernetes"] = "bubblewrap"
     memory_mb: int = Field(default=1024, ge=16)
@@ -130,8 +141,19 @@ class SandboxConfig(Part):
     disk_mb: int = Field(default=512, ge=1)
     output_bytes: int = Field(default=1_000_000, ge=1000)
     command_timeout_s: float = Field(default=30, gt=0)
+    image: str = ""
+    """Container image for tasks that name none (`image_name`), and for the check before a run. It needs bash, git, tar
+    and python3. Bubblewrap shows this machine's own system instead."""
+    container: ContainerConfig = ContainerConfig()
     allow_unsafe: bool = False
     """Run without the isolation that this machine cannot give. Never needed where user namespaces work."""
+
+    @model_validator(mode="after")
+    def image_given(self) -> Self:
+        if self.backend == "container" and not self.image:
+            raise ValueError("sandbox.backend: 'container' needs sandbox.image, for tasks that name no image of their "
+                             "own and for the check before a run")
+        return self
 
 
 class LengthPenaltyConfig(Part):

@@ -1,6 +1,36 @@
-"""Property tests have no time limit of their own: a busy machine is not a failure."""
+"""Property tests have no time limit of their own: a busy machine is not a failure. What tests of sandboxes share:
 
+* `containers`: the container backend, on a Podman of the tests' own; skipped where this machine cannot have it.
+* `running`: `sandboxes.running` with each kind of local sandbox in turn.
+"""
+
+from functools import partial
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("lightning-ray", deadline=None)
 settings.load_profile("lightning-ray")
+
+
+@pytest.fixture(scope="session")
+def containers(tmp_path_factory):
+    from lightning_ray.config import SandboxConfig
+    from lightning_ray.sandbox import backend
+    from tests import podman
+
+    try:
+        with podman.service(tmp_path_factory.mktemp("podman")) as (host, image), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DOCKER_HOST", host)
+            yield backend.choose(SandboxConfig(backend="container", image=image))
+    except podman.Missing as missing:
+        pytest.skip(f"no containers: {missing}")
+
+
+@pytest.fixture(params=["bubblewrap", "container"])
+def running(request):
+    from tests import sandboxes
+
+    if request.param == "bubblewrap":
+        return sandboxes.running
+    return partial(sandboxes.running, make=request.getfixturevalue("containers").make)

@@ -1,11 +1,11 @@
 """What tests with real sandboxes share: workspaces, and sandboxes that are surely stopped."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from lightning_ray.config import RewardConfig
-from lightning_ray.sandbox.base import Limits, Mount, SandboxSpec
+from lightning_ray.sandbox.base import Limits, Mount, Sandbox, SandboxSpec
 from lightning_ray.sandbox.bubblewrap import Bubblewrap
 from lightning_ray.tasks.base import Grade, Task
 from lightning_ray.tasks.grading import grader_for
@@ -31,8 +31,9 @@ def make_task(files: dict[str, str] = FILES, **more) -> Task:
 
 @asynccontextmanager
 async def running(workspace: Path, *, limits: Limits | None = None, mounts: tuple[Mount, ...] = (),
-                  env: dict[str, str] | None = None) -> AsyncIterator[Bubblewrap]:
-    sandbox = Bubblewrap(SandboxSpec("test", workspace, limits or Limits(), mounts, env or {}))
+                  env: dict[str, str] | None = None,
+                  make: Callable[[SandboxSpec], Sandbox] = Bubblewrap) -> AsyncIterator[Sandbox]:
+    sandbox = make(SandboxSpec("test", workspace, limits or Limits(), mounts, env or {}))
     await sandbox.start()
     try:
         yield sandbox

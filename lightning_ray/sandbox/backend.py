@@ -40,7 +40,14 @@ def choose(config: SandboxConfig) -> Backend:
     loop."""
     if config.backend == "kubernetes":
         raise SandboxUnavailable("sandbox.backend: 'kubernetes' is not there yet; use bubblewrap or container")
-    return _bubblewrap(config)
+    return _container(config) if config.backend == "container" else _bubblewrap(config)
+
+
+def _container(config: SandboxConfig) -> Backend:
+    from lightning_ray.sandbox.container import Containers, daemon  # its client library takes 0.2 s to import
+
+    containers = Containers(config)
+    return Backend(containers.make, containers.report(), lambda: limits.janitor() + daemon.janitor(), containers.close)
 
 
 def _bubblewrap(config: SandboxConfig) -> Backend:

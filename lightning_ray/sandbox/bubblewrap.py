@@ -85,12 +85,6 @@ class Bubblewrap(Commands):
             raise SandboxError("the sandbox is not running")
         return self._running.pid
 
-    @property
-    def user(self) -> int:
-        """The user id that its processes have on the host."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        return int(status.partition("\nUid:")[2].split()[0])
-
     async def start(self) -> None:
         if self._stopped or self._running:
             raise SandboxError("a sandbox is started once")

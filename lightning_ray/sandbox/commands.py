@@ -2,6 +2,7 @@
 
 import secrets
 import shlex
+from pathlib import Path
 
 from lightning_ray.sandbox import pack
 from lightning_ray.sandbox.base import ExecResult, PatchUnavailable, SandboxDied, SandboxError, SandboxSpec
@@ -26,6 +27,14 @@ class Commands:
     """Where the workspace lies, as the shell sees it."""
     _scratch: str
     """A writable directory outside it."""
+    pid: int
+    """Its first process, as this machine numbers it."""
+
+    @property
+    def user(self) -> int:
+        """The user id that its processes have on this machine."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.partition("\nUid:")[2].split()[0])
 
     async def exec(self, command: str, *, timeout_s: float, env: dict[str, str] | None = None,
                    stdin: bytes = b"") -> ExecResult:

@@ -26,6 +26,9 @@ SCRATCH = "/run"
 SCRATCH_BYTES = 64 * 2**20
 SHELL = "/.shell"
 """The shell that drives a sandbox."""
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PERSONAL = {"HOME": "/tmp", "LANG": "C.UTF-8", "USER": USER, "LOGNAME": USER, "TERM": "dumb"}
+"""Environment variables in every sandbox."""
 INTERPRETER = "/opt/python"
 """Where the running interpreter is mounted when the system has none."""
 
@@ -58,20 +61,31 @@ def etc() -> dict[str, bytes]:
 
 
 @functools.cache
-def unreadable_shell() -> Path:
+def own_directory() -> Path:
+    """A directory that everyone may look into and that is removed when this process ends, or by `limits.janitor`."""
+    directory = Path(tempfile.mkdtemp(prefix=f"{limits.PREFIX}{limits.owner()}."))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory.chmod(0o755)
+    return directory
+
+
+def unreadable(name: str, program: bytes) -> Path:
     """A copy of bash that may be executed but not read, for the shell that drives a sandbox.
 
     The kernel keeps the memory and the file descriptors of a process with such a program (it is not "dumpable",
     prctl(2)) from others of the same user: what runs inside cannot read the driving shell's script or write its
-    answers. The copy is removed when this process ends, or by `limits.janitor`.
+    answers.
     """
-    directory = Path(tempfile.mkdtemp(prefix=f"{limits.PREFIX}{limits.owner()}."))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    directory.chmod(0o755)
-    shell = directory / "bash"
-    shutil.copyfile("/bin/bash", shell)
+    shell = own_directory() / name
+    shell.write_bytes(program)
     shell.chmod(0o111)
     return shell
+
+
+@functools.cache
+def unreadable_shell() -> Path:
+    """This machine's bash."""
+    return unreadable("bash", Path("/bin/bash").read_bytes())
 
 
 @functools.cache
@@ -86,10 +100,10 @@ def system_python() -> str:
 
 def environment(spec: SandboxSpec) -> dict[str, str]:
     """All environment variables inside."""
-    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    path = PATH
     if system_python().startswith(INTERPRETER):
         path += f":{INTERPRETER}/bin"
-    return {"PATH": path, "HOME": "/tmp", "LANG": "C.UTF-8", "USER": USER, "LOGNAME": USER, "TERM": "dumb", **spec.env}
+    return {"PATH": path, **PERSONAL, **spec.env}
 
 
 def arguments(spec: SandboxSpec, keep: Callable[[int], int], reach: Callable[[Path], str]) -> list[str]:

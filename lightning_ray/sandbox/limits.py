@@ -70,6 +70,20 @@ def hierarchies(mountinfo: str, own_cgroups: str) -> list[Hierarchy]:
     return found
 
 
+def applied(pid: int, limits: Limits) -> dict[str, str]:
+    """Which mechanism holds process `pid`, which somebody else put into its cgroups, to `limits`: `cgroup v2`,
+    `cgroup v1`, or `none` where no such value is set there."""
+    found = dict.fromkeys(CONTROLLERS, "none")
+    mounted = hierarchies(Path("/proc/self/mountinfo").read_text(), Path(f"/proc/{pid}/cgroup").read_text())
+    for hierarchy in mounted:
+        for name in CONTROLLERS:
+            file = FILES[name, hierarchy.version]
+            with contextlib.suppress(OSError):
+                if (hierarchy.own / file).read_text().strip() == settings(name, hierarchy.version, limits)[file]:
+                    found[name] = f"cgroup v{hierarchy.version}"
+    return found
+
+
 @functools.cache
 def owner() -> str:
     """This process, as `PID-START`: unique on this machine since it booted."""

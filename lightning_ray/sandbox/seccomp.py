@@ -1,4 +1,5 @@
-"""The system calls that a sandboxed process may not make, as a BPF program for bubblewrap.
+"""The system calls that a sandboxed process may not make, as a BPF program for bubblewrap and as a profile for
+containers.
 
 Everything that ordinary programs use is allowed. Refused are calls that make or join namespaces (so no nested user
 namespace), mount, load code into the kernel, look into other processes, or widen the kernel's attack surface
@@ -11,6 +12,7 @@ import errno
 import functools
 import os
 import tempfile
+from typing import Any
 
 from lightning_ray.sandbox.base import SandboxUnavailable
 
@@ -68,6 +70,26 @@ def program() -> bytes:
         rules.export_bpf(file)
         file.seek(0)
         return file.read()
+
+
+def profile() -> dict[str, Any]:
+    """The same filter in the format of Docker's and Podman's seccomp profiles."""
+    highest = max(FAMILIES)
+
+    def refuse(names: list[str], code: int, *arguments: tuple[int, str, int, int]) -> dict[str, Any]:
+        rule: dict[str, Any] = {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": code}
+        if arguments:
+            rule["args"] = [{"index": index, "op": f"SCMP_CMP_{compare}", "value": value, "valueTwo": second}
+                            for index, compare, value, second in arguments]
+        return rule
+
+    rules = [refuse(list(REFUSED), errno.EPERM), refuse(["clone3"], errno.ENOSYS)]
+    rules += [refuse(["clone"], errno.EPERM, (0, "MASKED_EQ", flag, flag)) for flag in NAMESPACE_FLAGS]
+    rules += [refuse(["socket"], errno.EAFNOSUPPORT, (0, "EQ", family, 0))
+              for family in sorted(set(range(highest)) - set(FAMILIES))]
+    rules.append(refuse(["socket"], errno.EAFNOSUPPORT, (0, "GT", highest, 0)))
+    rules += [refuse(["ioctl"], errno.EPERM, (1, "MASKED_EQ", 0xFFFFFFFF, request)) for request in TERMINAL_INJECTION]
+    return {"defaultAction": "SCMP_ACT_ALLOW", "syscalls": rules}
 
 
 def _exists_here(pyseccomp: object, name: str) -> bool:

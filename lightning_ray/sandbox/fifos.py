@@ -1,0 +1,110 @@
+"""The pipes of a sandbox's shell (see `shell.py`) where its processes are started by somebody else, a container daemon:
+FIFOs in a directory that is mounted inside.
+
+The shell inside opens them in its first moment; then they are removed, and what it and the host hold are ordinary
+pipes that nothing else inside can open. When the host's process ends, the shell reads the end of its script, and ends.
+"""
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning_ray.sandbox.base import SandboxError
+from lightning_ray.sandbox.shell import Pipes
+
+SCRIPT, OUTPUT, STATUS, DATA = "script", "output", "status", "data"
+INSIDE_STATUS, INSIDE_DATA = 3, 4
+"""The shell's numbers of these two."""
+READY = b"ready\n"
+GLANCE_S = 0.2
+"""How often a shell that does not come up is looked after."""
+
+
+def redirections(directory: str) -> str:
+    """For the shell's command line: how it opens the pipes, which lie at `directory` inside."""
+    return (f"<{directory}/{SCRIPT} >{directory}/{OUTPUT} 2>&1 "
+            f"{INSIDE_STATUS}>{directory}/{STATUS} {INSIDE_DATA}<{directory}/{DATA}")
+
+
+class Fifos:
+    """The host's ends. All methods block: for threads."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` is made. Whoever can look into it can open the pipes, so it belongs below one of mode 0700."""
+        self._directory = directory
+        directory.mkdir()
+        directory.chmod(0o755)
+        for name in (SCRIPT, OUTPUT, STATUS, DATA):
+            os.mkfifo(directory / name)
+            (directory / name).chmod(0o666)  # the user inside is another one
+        self._open: list[int] = []
+        self.output = self._end(OUTPUT, os.O_RDONLY)
+        self.status = self._end(STATUS, os.O_RDONLY)
+        self._drain = self._end(DATA, os.O_RDONLY)
+        self._holders = [self._end(name, os.O_RDWR) for name in (SCRIPT, DATA)]  # so that nobody's opening blocks
+        self.script = self._end(SCRIPT, os.O_WRONLY)
+        self.data = self._end(DATA, os.O_WRONLY)
+
+    def _end(self, name: str, flags: int) -> int:
+        self._open.append(os.open(self._directory / name, flags | os.O_NONBLOCK | os.O_CLOEXEC))
+        return self._open[-1]
+
+    def wait_ready(self, timeout_s: float, fault: Callable[[], str]) -> None:
+        """Until the shell has opened its ends, which are then private. `fault` says why it never will, or nothing."""
+        os.write(self.script, b"echo ready >&%d\n" % INSIDE_STATUS)
+        deadline = time.monotonic() + timeout_s
+        while not _ready(self.status, select.POLLIN, GLANCE_S):
+            if reason := fault():
+                raise SandboxError(reason)
+            if time.monotonic() > deadline:
+                raise SandboxError(f"no shell came up inside within {timeout_s:g} s")
+        if os.read(self.status, len(READY)) != READY:
+            raise SandboxError("the shell inside died at its start")
+        for descriptor in self._holders:
+            os.close(descriptor)
+            self._open.remove(descriptor)
+        for name in (SCRIPT, OUTPUT, STATUS, DATA):
+            (self._directory / name).unlink()
+
+    def unpack(self, archive: int, target: str, timeout_s: float) -> None:
+        """Have the shell unpack a tar archive, given as a file descriptor of a regular file, into a directory."""
+        size = os.fstat(archive).st_size
+        private = f"{INSIDE_STATUS}>&- {INSIDE_DATA}<&-"
+        os.write(self.script, (
+            f"head -c {size} <&{INSIDE_DATA} {private} | tar -xf - -C {target} --no-same-owner {private}\n"
+            f"echo unpacked $? >&{INSIDE_STATUS}\n"
+        ).encode())  # fmt: skip
+        deadline = time.monotonic() + timeout_s
+        offset = 0
+        while not _ready(self.status, select.POLLIN, 0.0 if offset < size else GLANCE_S):
+            if offset < size and _ready(self.data, select.POLLOUT, GLANCE_S):
+                with contextlib.suppress(BlockingIOError):
+                    offset += os.sendfile(self.data, archive, offset, size - offset)
+            if time.monotonic() > deadline:
+                raise SandboxError(f"unpacking into {target} took longer than {timeout_s:g} s")
+        if os.read(self.status, 100) != b"unpacked 0\n":
+            raise SandboxError(f"the workspace does not fit into the sandbox: {self.said()}")
+
+    def said(self) -> str:
+        """What the shell printed so far."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.output, 4096).decode("utf-8", "replace").strip()
+        return ""
+
+    def pipes(self) -> Pipes:
+        """For a `Shell`, which closes them from then on."""
+        self._open.clear()
+        return Pipes(self.script, self.output, self.status, self.data, self._drain, INSIDE_STATUS, INSIDE_DATA)
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.pop())
+
+
+def _ready(descriptor: int, event: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(timeout_s * 1000))
