@@ -127,8 +127,9 @@ class ContainerConfig(Part):
     /var/run/docker.sock; it must run on this machine."""
 
     runtime: str = ""
-    """OCI runtime; empty: the daemon's own. One that hides the container's processes from the host (gVisor's `runsc`,
-    Kata) is refused: a command that takes too long could not be ended, and the endpoint could not be reached."""
+    """OCI runtime, for Docker; empty: the daemon's own. One that hides the container's processes from the host
+    (gVisor's `runsc`, Kata) is refused: a command that takes too long could not be ended, and the endpoint could not be
+    reached."""
     pull: Literal["missing", "never"] = "missing"
     """Whether an image that the daemon does not have is pulled (once, before its first sandbox) or is an error."""
 

@@ -17,7 +17,7 @@ FREE_DISK_MB = 500
 def preflight(config: Config) -> None:
     """Raises `ConfigError` for the first fault found; starts one sandbox, otherwise costs milliseconds."""
     check_policy(config.policy)
-    check_harness(config.harness)
+    check_harness(config.harness, in_image=config.sandbox.backend != "bubblewrap")
     check_port(config.proxy.port)
     check_disk(config.run.dir)
     try:

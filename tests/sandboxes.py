@@ -48,17 +48,19 @@ async def agent_patch(task: Task, root: Path, script: str) -> str:
         return await sandbox.diff()
 
 
-async def graded(task: Task, root: Path, patch: str, config: RewardConfig | None = None) -> Grade:
+async def graded(task: Task, root: Path, patch: str, config: RewardConfig | None = None,
+                 make: Callable[[SandboxSpec], Sandbox] = Bubblewrap) -> Grade:
     """The grade of a patch, in a sandbox of its own."""
     grader = grader_for(task, config or RewardConfig(timeout_s=60))
-    async with running(Workspaces(root).prepare(task), mounts=grader.mounts) as sandbox:
+    async with running(Workspaces(root).prepare(task), mounts=grader.mounts, make=make) as sandbox:
         return await grader.grade(task, patch, sandbox)
 
 
-async def graded_files(files: dict[str, str], root: Path, **task) -> Grade:
+async def graded_files(files: dict[str, str], root: Path, make: Callable[[SandboxSpec], Sandbox] = Bubblewrap,
+                       **task) -> Grade:
     """The grade of an agent that leaves these files."""
     made = make_task(**task)
-    async with running(Workspaces(root).prepare(made)) as sandbox:
+    async with running(Workspaces(root).prepare(made), make=make) as sandbox:
         await sandbox.put({name: text.encode() for name, text in files.items()})
         patch = await sandbox.diff()
-    return await graded(made, root, patch)
+    return await graded(made, root, patch, make=make)

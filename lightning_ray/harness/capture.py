@@ -92,7 +92,7 @@ def settings(
     model_dir = made.policy.path.expanduser().absolute()
     made = with_defaults(made, json.loads((model_dir / "config.json").read_text()))
     if sandboxed:
-        check_harness(made.harness)
+        check_harness(made.harness, in_image=made.sandbox.backend != "bubblewrap")
         chosen = _backend(made)
     else:
         _check_on_host(made)

@@ -111,8 +111,9 @@ def mounts(config: HarnessConfig) -> tuple[Mount, ...]:
     return tuple(Mount(Path(source).expanduser(), target) for source, target in config.mounts.items())
 
 
-def check_harness(config: HarnessConfig) -> None:
-    """ConfigError, naming field, value and remedy, for a harness that could not start. Imports nothing of it."""
+def check_harness(config: HarnessConfig, in_image: bool = False) -> None:
+    """ConfigError, naming field, value and remedy, for a harness that could not start. Imports nothing of it.
+    `in_image`: the sandbox shows a container image's programs, which are not known here."""
     for source, target in config.mounts.items():
         if not Path(source).expanduser().exists():
             raise ConfigError(f"harness.mounts: {source!r} does not exist. Give a directory or file of this machine")
@@ -122,7 +123,7 @@ def check_harness(config: HarnessConfig) -> None:
     if config.kind == "python":
         _check_entry(config.entry)
     else:
-        _check_command(config)
+        _check_command(config, in_image)
 
 
 def _absolute(name: str, path: str) -> None:
@@ -178,9 +179,11 @@ def _may_define(source: str, name: str) -> bool:
     return False
 
 
-def _check_command(config: HarnessConfig) -> None:
+def _check_command(config: HarnessConfig, in_image: bool) -> None:
     if not config.command:
         raise ConfigError("harness.command is empty. Give the program and its arguments, as [mini, -t, '{task}']")
+    if in_image:
+        return
     program = config.command[0]
     if "/" not in program:
         path = config.env.get("PATH") or filesystem.environment(SandboxSpec("check", Path("/")))["PATH"]

@@ -77,11 +77,16 @@ class Containers:
 
     def report(self) -> dict[str, Any]:
         """Checks the daemon and the default image, and says what sandboxes are. `SandboxUnavailable`."""
+        runtime = self.config.container.runtime
         try:
+            if runtime and daemon.is_podman():
+                raise SandboxUnavailable(
+                    f"sandbox.container.runtime: {runtime!r} is not used: Podman's API takes no runtime. Name it in "
+                    "the service's containers.conf ([engine] runtime) and leave this empty")
             image = self.images.get_here(self.config.image)
             facts: dict[str, Any] = {
                 "backend": "container", "daemon": daemon.name(), "image": f"{self.config.image} ({image.id})",
-                "runtime": self.config.container.runtime or "the daemon's",
+                "runtime": runtime or "the daemon's",
                 "user": "user namespace" if daemon.has_own_user_namespace() else "own uid", "system_calls": "seccomp",
                 **self.images.facts[self.config.image],
             }  # fmt: skip

@@ -4,6 +4,8 @@ Only the policy's choice of words is scripted (a generator actor); harness, HTTP
 and grading are real.
 """
 
+import os
+
 import numpy as np
 import pytest
 import ray
@@ -55,8 +57,9 @@ def proxy_and_model(tmp_path_factory):
         ray.shutdown()
 
 
-def run(proxy, policy: PolicyConfig, harness: HarnessConfig):
-    runner = Runner.remote(Config(policy=policy, harness=harness), proxy)
+def run(proxy, policy: PolicyConfig, harness: HarnessConfig, **sandbox):
+    options = {"runtime_env": {"env_vars": {"DOCKER_HOST": os.environ["DOCKER_HOST"]}}} if sandbox else {}
+    runner = Runner.options(**options).remote(Config(policy=policy, harness=harness, sandbox=sandbox), proxy)
     record = ray.get(runner.run.remote(spec(harness.kind)))
     ray.get(runner.stop.remote())
     ray.kill(runner)
@@ -77,3 +80,31 @@ def test_law2_both_ways_of_running_it_make_the_same_calls_token_for_token(proxy_
         assert np.array_equal(ours.prompt_ids, theirs.prompt_ids)
         assert np.array_equal(ours.sampled_ids, theirs.sampled_ids)
         assert ours.masked is None and theirs.masked is None
+
+
+IN_THE_IMAGE = """
+import json, os, re, subprocess, urllib.request
+
+messages = [{"role": "user", "content": "add must add"}]
+while True:
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+                                     {"Content-Type": "application/json"})
+    answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    command = re.search("```mswea_bash_command\\n(.*?)\\n```", answer, re.DOTALL)[1]
+    if "SUBMIT" in command:
+        break
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": done.stdout or "done"}]
+"""
+
+
+@pytest.mark.parametrize("kind", ["python", "command"])
+def test_a_whole_rollout_in_containers_is_graded(proxy_and_model, containers, kind):
+    """mini-SWE-agent with a container as its environment, and a program that runs in the container itself."""
+    harness = HarnessConfig(settings=settings(MODEL_CLASS), workers=1) if kind == "python" else HarnessConfig(
+        kind="command", command=["python3", "/tmp/agent.py"], files={"/tmp/agent.py": IN_THE_IMAGE})
+    image = containers.report["image"].partition(" ")[0]
+    record = run(*proxy_and_model, harness, backend="container", image=image)
+    assert (record.end, record.passed, record.reason) == ("graded", True, "passed"), record
+    assert len(record.calls) == len(COMMANDS) and record.notes["limits"]["memory"].startswith("cgroup v")

@@ -1,0 +1,269 @@
+"""What only the container backend has: a daemon, images, labels. Skipped where there is no Podman (`podman.py`)."""
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_ray.config import Config, ConfigError, SandboxConfig
+from lightning_ray.sandbox import backend, container, limits
+from lightning_ray.sandbox.base import Limits, Mount, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
+from lightning_ray.sandbox.container import Containers, daemon
+from lightning_ray.tasks.workspaces import Workspaces
+from tests import sandboxes
+from tests.sandboxes import RIGHT, graded_files, make_task
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def workspace(tmp_path) -> Path:
+    return Workspaces(tmp_path / "workspaces").prepare(make_task())
+
+
+@pytest.fixture(scope="module")
+def image(containers) -> str:
+    return containers.report["image"].partition(" ")[0]
+
+
+@pytest.fixture(scope="module")
+def odd_images(containers, image):
+    """Images with a checkout of their own at the workspace's place, and without git."""
+    client = daemon.client()
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("testbed/of-the-image"), io.BytesIO(b""))
+    alone = client.create_host_config(network_mode="none")
+    made = client.create_container(image, ["rm", "/usr/bin/git"], host_config=alone)["Id"]
+    client.put_archive(made, "/", archive.getvalue())
+    client.commit(made, "checkout-in-image", "1")
+    client.start(made)
+    client.wait(made)
+    client.commit(made, "no-git", "1")
+    client.remove_container(made)
+    yield "checkout-in-image:1", "no-git:1"
+    client.remove_image("no-git:1")
+    client.remove_image("checkout-in-image:1")
+
+
+def left_by(owner: str) -> tuple[list[str], list[Path]]:
+    """Containers and directories of a process."""
+    return daemon.owned(owner), list(Path("/tmp").glob(f"{limits.PREFIX}{owner}.*/pipes"))
+
+
+def test_the_report_says_what_it_is(containers):
+    report = containers.report
+    assert report["backend"] == "container" and report["daemon"].startswith("Podman Engine ")
+    assert {"mnt", "pid", "net", "ipc", "uts"} <= set(report["namespaces"])
+    assert set(report["limits"]) == {"memory", "pids", "cpu"}
+    assert all(kind.startswith("cgroup v") for kind in report["limits"].values()) and "unsafe" not in report
+
+
+def test_a_container_needs_an_image():
+    with pytest.raises(ConfigError, match=r"needs sandbox\.image"):
+        Config.load(None, ["--sandbox.backend", "container"])
+
+
+def chosen_in_a_fresh_thread(config: SandboxConfig) -> str:
+    """The error of choosing where no client exists yet (each thread has its own)."""
+    found = []
+
+    def work():
+        try:
+            backend.choose(config)
+        except SandboxUnavailable as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_no_daemon_and_a_daemon_elsewhere_are_errors_with_a_remedy(monkeypatch, tmp_path):
+    config = SandboxConfig(backend="container", image="x")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    assert "podman system service" in chosen_in_a_fresh_thread(config)
+    monkeypatch.setenv("DOCKER_HOST", "tcp://10.0.0.1:2375")
+    assert "not one of this machine" in chosen_in_a_fresh_thread(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"NetworkMode": "host"}, "its net namespace is the host's.*it has network interfaces"),
+        ({"SecurityOpt": ["seccomp=unconfined"]}, "no system call filter.*it can gain privileges"),
+        ({"PidsLimit": 0}, "its pids is not limited"),
+    ],
+)
+def test_a_daemon_that_does_not_do_as_it_is_told_is_found_out(containers, image, monkeypatch, change, fault):
+    settings = container._settings
+
+    def changed(*arguments):
+        made = settings(*arguments)
+        made["HostConfig"] |= change
+        return made
+
+    monkeypatch.setattr(container, "_settings", changed)
+    with pytest.raises(SandboxUnavailable, match=fault):
+        backend.choose(SandboxConfig(backend="container", image=image))
+    assert daemon.owned(limits.owner()) == []
+
+
+def test_a_runtime_that_the_daemon_would_not_use_is_an_error(containers, image):
+    config = SandboxConfig(backend="container", image=image, container={"runtime": "runsc"})
+    with pytest.raises(SandboxUnavailable, match=r"'runsc' is not used: .* takes no runtime.*containers\.conf"):
+        backend.choose(config)
+
+
+def test_a_missing_image_is_an_error_before_the_first_rollout(containers):
+    config = {"backend": "container", "image": "localhost:1/no/such-image:9"}
+    with pytest.raises(SandboxUnavailable, match=r"no/such-image:9.*pull is `never`"):
+        backend.choose(SandboxConfig(**config, container={"pull": "never"}))
+    with pytest.raises(SandboxUnavailable, match=r"no/such-image:9' cannot be pulled"):
+        backend.choose(SandboxConfig(**config))
+
+
+async def test_an_image_that_lacks_a_program_is_refused(odd_images, image, workspace):
+    containers = Containers(SandboxConfig(backend="container", image=image))
+    with pytest.raises(SandboxUnavailable, match="programs are missing inside: git"):
+        await containers.make(SandboxSpec("x", workspace, image=odd_images[1])).start()
+
+
+async def test_a_task_may_name_an_image_whose_own_checkout_is_hidden(containers, odd_images, workspace):
+    sandbox = containers.make(SandboxSpec("own-image", workspace, image=odd_images[0]))
+    await sandbox.start()
+    try:
+        done = await sandbox.exec("ls -A; touch new && rm new; git status --porcelain", timeout_s=20)
+        assert done.output.split() == [".git", "README.md", "shop.py", "tools"]
+        assert await sandbox.diff() == ""
+    finally:
+        await sandbox.stop()
+
+
+async def test_stop_is_idempotent_and_leaves_nothing(containers, workspace):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    sandbox = containers.make(SandboxSpec("stopped/odd name", workspace))
+    await sandbox.start()
+    await sandbox.exec("setsid sleep 500 >/dev/null 2>&1 &", timeout_s=10)
+    pids = [sandbox.pid, *map(int, Path(f"/proc/{sandbox.pid}/task/{sandbox.pid}/children").read_text().split())]
+    assert len(pids) == 2 and all(map(len, left_by(limits.owner())))
+    await sandbox.stop()
+    await sandbox.stop()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert left_by(limits.owner()) == ([], [])
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2 * daemon.THREADS  # connections that are kept open
+    with pytest.raises(SandboxDied):
+        await sandbox.exec("true", timeout_s=1)
+    with pytest.raises(SandboxError, match="started once"):
+        await sandbox.start()
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(containers, workspace):
+    made = [containers.make(SandboxSpec(f"cancelled-{number}", workspace)) for number in range(3)]
+    starts = [asyncio.create_task(sandbox.start()) for sandbox in made]
+    await asyncio.sleep(0.1)
+    for start in starts:
+        start.cancel()
+    await asyncio.gather(*starts, return_exceptions=True)
+    await asyncio.gather(*(sandbox.stop() for sandbox in made))
+    deadline = time.monotonic() + 20
+    while left_by(limits.owner()) != ([], []):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+async def test_what_is_missing_is_named_and_leaves_nothing(containers, workspace, tmp_path):
+    for wrong, spec in {
+        "no-such-mount": SandboxSpec("x", workspace, mounts=(Mount(tmp_path / "no-such-mount", "/opt/x"),)),
+        "no-such-workspace": SandboxSpec("x", tmp_path / "no-such-workspace"),
+        "relative": SandboxSpec("x", workspace, mounts=(Mount(tmp_path, "relative"),)),
+    }.items():
+        with pytest.raises(SandboxError, match=wrong):
+            await containers.make(spec).start()
+    assert left_by(limits.owner()) == ([], [])
+
+
+async def test_a_container_that_its_daemon_removes_is_a_dead_sandbox(containers, workspace):
+    async with sandboxes.running(workspace, make=containers.make) as sandbox:
+        command = asyncio.create_task(sandbox.exec("sleep 99", timeout_s=60))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(daemon.remove, daemon.owned(limits.owner())[0])
+        with pytest.raises(SandboxDied):
+            await command
+
+
+async def test_grading_happens_in_a_container_of_its_own(containers, tmp_path):
+    made = []
+
+    def make(spec):
+        made.append(spec)
+        return containers.make(spec)
+
+    assert (await graded_files(RIGHT, tmp_path, make=make)).passed
+    assert (await graded_files({"shop.py": "import os\nos._exit(0)\n"}, tmp_path, make=make)).reason == "ended_early"
+    assert len(made) == 4
+
+
+async def test_limits_are_those_asked_for(containers, workspace):
+    asked = Limits(memory_mb=200, processes=33, cpus=0.4)
+    async with sandboxes.running(workspace, limits=asked, make=containers.make) as sandbox:
+        assert set(limits.applied(sandbox.pid, asked).values()) <= {"cgroup v1", "cgroup v2"}
+        assert set(limits.applied(sandbox.pid, Limits(memory_mb=201, processes=34, cpus=0.5)).values()) == {"none"}
+
+
+OWNER = textwrap.dedent("""
+    import asyncio, sys
+    from pathlib import Path
+    from lightning_ray.config import SandboxConfig
+    from lightning_ray.sandbox import backend, limits
+    from lightning_ray.sandbox.base import SandboxSpec
+
+    async def main():
+        chosen = await asyncio.to_thread(backend.choose, SandboxConfig(backend="container", image=sys.argv[1]))
+        made = [chosen.make(SandboxSpec(f"orphan{number}", Path(sys.argv[2]))) for number in range(2)]
+        await asyncio.gather(*(sandbox.start() for sandbox in made))
+        print(limits.owner(), *(sandbox.pid for sandbox in made), flush=True)
+        await asyncio.gather(*(sandbox.exec("setsid sleep 1000 & sleep 2", timeout_s=1000) for sandbox in made))
+        await asyncio.sleep(1000)
+
+    asyncio.run(main())
+""")
+
+
+def test_nothing_stays_behind_when_the_owner_is_killed(containers, image, workspace):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, image, str(workspace)], stdout=subprocess.PIPE, text=True,
+                             cwd=ROOT)
+    name, *pids = owner.stdout.readline().split()
+    assert len(daemon.owned(name)) == 2 and daemon.janitor() == []  # its owner lives: nothing of it is touched
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):  # the shell reads the end of its script
+        assert time.monotonic() < deadline, "a container outlives the process that started it"
+        time.sleep(0.05)
+    assert len([line for line in containers.janitor() if name in line]) >= 4  # two containers and their directories
+    assert left_by(name) == ([], []) and not [line for line in containers.janitor() if name in line]
+
+
+def test_containers_of_other_machines_and_of_others_are_not_touched(containers, image):
+    client = daemon.client()
+    dead = {daemon.OWNER: "999999999-1"}
+    others = [client.create_container(image, ["true"], labels=labels)["Id"] for labels in (
+        dead | {daemon.PLACE: "another boot pid:[1]"}, {"of": "somebody"})]
+    ours = client.create_container(image, ["true"], labels=dead | {daemon.PLACE: daemon.place()})["Id"]
+    try:
+        assert daemon.janitor() == [f"container {ours[:12]} of 999999999-1"]
+        assert {each["Id"] for each in client.containers(all=True)} >= set(others)
+    finally:
+        for each in others:
+            daemon.remove(each)
