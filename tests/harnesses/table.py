@@ -34,6 +34,7 @@ class Entry:
     """A harness whose turns are all texts offers no tools."""
     env: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    result: dict[str, Any] | None = None
 
 
 def plain(command: str) -> dict[str, Any]:
@@ -90,6 +91,7 @@ ENTRIES = {
         env={"MSWEA_CONFIGURED": "true", "MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": "/tmp/mini",
              "LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1"},
         files={"/tmp/mini/rl.yaml": MINI},
+        result={"path": "/tmp/mini/trajectory.json", "key": "info.exit_status", "ok": ["Submitted"]},
         turns=by_shell({"bash": plain("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")}, bash=plain),
     ),
     "Claude Code": Entry(

@@ -41,7 +41,8 @@ async def test_a_harness_mends_a_bug(name, tmp_path, row):
         pytest.skip(str(error))
     config = Config(
         harness={"kind": "command", "command": [part.replace("{bin}", str(place.bin)) for part in entry.command],
-                 "env": entry.env, "files": entry.files, "mounts": {str(path): str(path) for path in place.mounts},
+                 "env": entry.env, "files": entry.files, "result": entry.result,
+                 "mounts": {str(path): str(path) for path in place.mounts},
                  "timeout_s": 600},
         sandbox={"memory_mb": 4096, "processes": 512, "cpus": 2, "disk_mb": 1024},
         sampling={"max_tokens": 2000}, runners={"infra_retries": 0}, reward={"timeout_s": 120},
