@@ -220,7 +220,8 @@ class Capture:
             new_ids=np.asarray(prompt.new_ids, np.int32), choice=choice,
             versions=np.asarray(generation.versions, np.int32), finish_reason=generation.finish_reason, dialect=dialect,
             relation=prompt.relation, masked="cancelled" if generation.finish_reason == "abort" else masked,
-            system=system_prompt(asked.messages), text=reading.sampled_text, end=reading.end, added=prompt.added,
-            overridden=sampling.overridden, finished_s=self.now(), prompt_tokens=prompt_tokens, chain=prompt.chain,
-            text_length=prompt.text_length, text_digest=prompt.text_digest, raw=prompt.raw,
+            system=system_prompt(asked.messages), text=reading.sampled_text, end=reading.end,
+            added=list(map(dict, prompt.added)), overridden=sampling.overridden, finished_s=self.now(),
+            prompt_tokens=prompt_tokens, chain=prompt.chain, text_length=prompt.text_length,
+            text_digest=prompt.text_digest, raw=prompt.raw,
         )

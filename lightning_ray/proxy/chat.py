@@ -57,7 +57,7 @@ class Chat:
         self.model = model
 
     def read(self, body: bytes, session: Session) -> Asked:
-        request = chat_request(prepare(load(body)))
+        request = chat_request(prepare(load(body)), session.recent)
         n = 1 if request.n is None else request.n
         if not 1 <= n <= MOST_CHOICES:
             raise BadRequest(f"`n` must be between 1 and {MOST_CHOICES}.", param="n")

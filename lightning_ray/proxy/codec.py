@@ -20,11 +20,13 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.exceptions import VLLMValidationError
 from vllm.parser import ParserManager
 from vllm.renderers import ChatParams, merge_kwargs, renderer_from_config
-from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.chat_utils import load_chat_template, parse_chat_messages
+from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
 
 from lightning_ray.config import ConfigError, PolicyConfig
 from lightning_ray.generator.text_only import allow_text_only
 from lightning_ray.proxy.conversation import normal_arguments
+from lightning_ray.proxy.message import Message
 from lightning_ray.proxy.special import Specials, unmark
 
 for name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning", "vllm.renderers.chat_utils", "vllm.renderers.hf"):
@@ -62,7 +64,7 @@ class Answer:
             == [(call.name, normal_arguments(call.arguments)) for call in other.tool_calls]
         )
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Message:
         """The assistant message (Chat Completions) that a harness would send back."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
@@ -72,7 +74,7 @@ class Answer:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in self.tool_calls
             ]
-        return message
+        return Message(message)
 
 
 class Codec:
@@ -149,7 +151,7 @@ class Codec:
 
     def system_must_lead(self) -> bool:
         """Whether the template refuses system messages that do not come first."""
-        messages = [{"role": role, "content": "x"} for role in ("system", "user", "system", "user")]
+        messages = [Message({"role": role, "content": "x"}) for role in ("system", "user", "system", "user")]
         try:
             self.render(ChatCompletionRequest(messages=messages), messages)
         except VLLMValidationError:
@@ -157,7 +159,7 @@ class Codec:
         return False
 
     def render(
-        self, request: ChatCompletionRequest, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True
+        self, request: ChatCompletionRequest, messages: Sequence[Message], *, generation_prompt: bool = True
     ) -> str:
         """The conversation as the template writes it, contents protected.
 
@@ -168,15 +170,22 @@ class Codec:
         extra = {"tools": tools, "tokenize": False}
         if not generation_prompt:
             extra |= {"add_generation_prompt": False, "continue_final_message": False}
-        params = ChatParams(
-            chat_template=params.chat_template, chat_template_content_format=params.chat_template_content_format,
-            chat_template_kwargs=merge_kwargs(params.chat_template_kwargs, extra, unset_values=(None,)),
-            tool_choice=params.tool_choice, response_format=params.response_format,
+        settings = merge_kwargs(params.get_apply_chat_template_kwargs(), extra, unset_values=(None,))
+        content_format = resolve_chat_template_content_format(
+            params.chat_template, tools, params.chat_template_content_format, self.tokenizer,
+            model_config=self.model_config,
         )
-        _, prompt = self.renderer.render_messages(list(map(self._protected, messages)), params)
-        return prompt["prompt"]
+        entries = [entry for message in messages for entry in self._entries(message, content_format)]
+        return safe_apply_chat_template(self.model_config, self.tokenizer, entries, **settings)
 
-    def _protected(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _entries(self, message: Message, content_format: str) -> list[Any]:
+        """What the template is given of a message, as vLLM's renderer reads it."""
+        if message.entries is None or message.entries[0] != content_format:
+            entries, _, _ = parse_chat_messages([self._protected(message)], self.model_config, content_format)
+            message.entries = (content_format, entries)
+        return message.entries[1]
+
+    def _protected(self, message: Message) -> dict[str, Any]:
         """A message with all its texts protected, those in tool-call arguments too, however JSON escapes them there.
 
         Tool calls are copied in any case: vLLM parses their arguments in place.

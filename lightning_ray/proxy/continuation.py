@@ -15,7 +15,6 @@ afresh, as in deployment; the reason is the call's `relation`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -24,6 +23,7 @@ from lightning_ray.proxy.codec import Codec
 from lightning_ray.proxy.conversation import chain, digest, settings_digest
 from lightning_ray.proxy.errors import ContextLength
 from lightning_ray.proxy.history import Answered, History
+from lightning_ray.proxy.message import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Prompt:
     text_digest: bytes
     chain: list[bytes]
     """The conversation's digests, one a message."""
-    added: list[dict[str, Any]]
+    added: list[Message]
     """The messages that the continued call did not have."""
     raw: bool = False
     """It is no conversation (`raw_prompt.py`)."""
@@ -55,24 +55,29 @@ def at_least(text: str, codec: Codec) -> int:
 
 
 def put_back_arguments(
-    messages: Sequence[dict[str, Any]], found: Sequence[tuple[int, list[Answered]]]
-) -> list[dict[str, Any]]:
+    messages: Sequence[Message], found: Sequence[tuple[int, list[Answered]]]
+) -> list[Message]:
     """The messages with the tool-call arguments of our answers as the parser first gave them; ids stay as sent."""
     result = list(messages)
     for position, calls in found:
-        ours = calls[0].answer.tool_calls
-        if not ours:
-            continue
+        ours = [call.arguments for call in calls[0].answer.tool_calls]
         message = result[position - 1]
-        result[position - 1] = {**message, "tool_calls": [
-            {**call, "function": {**call["function"], "arguments": mine.arguments}}
-            for call, mine in zip(message["tool_calls"], ours, strict=True)
-        ]}
+        if ours and ours != arguments_of(message):
+            if message.restored is None or ours != arguments_of(message.restored):
+                message.restored = Message({**message, "tool_calls": [
+                    {**call, "function": {**call["function"], "arguments": mine}}
+                    for call, mine in zip(message["tool_calls"], ours, strict=True)
+                ]})
+            result[position - 1] = message.restored
     return result
 
 
+def arguments_of(message: Message) -> list[str]:
+    return [call["function"]["arguments"] for call in message["tool_calls"]]
+
+
 def end_of_answer(
-    one: Answered, text: str, request: ChatCompletionRequest, messages: Sequence[dict[str, Any]], codec: Codec
+    one: Answered, text: str, request: ChatCompletionRequest, messages: Sequence[Message], codec: Codec
 ) -> int | str:
     """Where in `text` the new part begins after the answer of `one`, or why `one` is not continued."""
     start = one.prompt_length
@@ -100,7 +105,7 @@ def end_of_answer(
 
 
 def build_prompt(
-    request: ChatCompletionRequest, messages: Sequence[dict[str, Any]], history: History, codec: Codec
+    request: ChatCompletionRequest, messages: Sequence[Message], history: History, codec: Codec
 ) -> Prompt:
     """Render a conversation against what the rollout has already said. Reads `history`, changes nothing.
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from lightning_ray.proxy.message import Message
+
 LEADING_ROLES = frozenset({"system", "developer"})
 
 
@@ -86,16 +88,23 @@ def message_parts(message: dict[str, Any]) -> list[str]:
     return parts
 
 
+def message_digest(message: Message) -> bytes:
+    """16 bytes that name a message."""
+    if message.digest is None:
+        message.digest = digest(message_parts(message))
+    return message.digest
+
+
 def settings_digest(tools: Sequence[Any] | None, template_kwargs: dict[str, Any]) -> bytes:
     """What else reaches the template: equal conversations under other tools are other conversations."""
     return digest([json.dumps([tools or [], template_kwargs], sort_keys=True, default=str)])
 
 
-def chain(start: bytes, messages: Sequence[dict[str, Any]]) -> list[bytes]:
+def chain(start: bytes, messages: Sequence[Message]) -> list[bytes]:
     """`len(messages) + 1` digests; number `k` names the settings and the first `k` messages."""
     digests = [start]
     for message in messages:
-        digests.append(digest([digests[-1], *message_parts(message)]))
+        digests.append(blake2b(digests[-1] + message_digest(message), digest_size=16).digest())
     return digests
 
 

@@ -9,6 +9,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.exceptions import VLLMValidationError
 
 from lightning_ray.proxy.errors import BadRequest, ProxyError
+from lightning_ray.proxy.message import Message, Recent
 from lightning_ray.proxy.plain import plain
 from lightning_ray.proxy.session import Exchange, Session
 
@@ -19,7 +20,7 @@ class Asked:
 
     request: Any
     """vLLM's `ChatCompletionRequest`, or `CompletionRequest`."""
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     """The conversation in Chat Completions form; empty for Completions."""
     n: int
     stream: bool
@@ -96,9 +97,9 @@ def check(model: type, data: dict[str, Any]) -> Any:
         raise BadRequest(str(error), param=error.parameter) from None
 
 
-def chat_request(data: dict[str, Any]) -> Any:
+def chat_request(data: dict[str, Any], recent: Recent) -> Any:
     """vLLM's `ChatCompletionRequest` from a body; its messages are plain ones, which vLLM need not look at again."""
-    messages = plain(data.get("messages"))
+    messages = plain(data.get("messages"), recent)
     request = check(ChatCompletionRequest, {**data, "messages": []})
     request.messages = messages
     return request

@@ -17,6 +17,7 @@ from lightning_ray.proxy import sse
 from lightning_ray.proxy.codec import Answer, Codec
 from lightning_ray.proxy.dialect import Asked, check, load, made
 from lightning_ray.proxy.errors import BadRequest, ContextLength, ProxyError
+from lightning_ray.proxy.message import Recent
 from lightning_ray.proxy.plain import plain
 from lightning_ray.proxy.session import Choice, Exchange, Session
 
@@ -61,16 +62,16 @@ class Messages:
         self.system_first = codec.system_must_lead()
 
     def read(self, body: bytes, session: Session) -> Asked:
-        return self._asked(check(AnthropicMessagesRequest, load(body)))
+        return self._asked(check(AnthropicMessagesRequest, load(body)), session.recent)
 
     def read_count(self, body: bytes) -> Asked:
         """A `count_tokens` request."""
-        return self._asked(check(AnthropicCountTokensRequest, load(body)))
+        return self._asked(check(AnthropicCountTokensRequest, load(body)), Recent())
 
     def count(self, tokens: int) -> bytes:
         return dump(types.MessageTokensCount(input_tokens=tokens)).encode()
 
-    def _asked(self, original: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> Asked:
+    def _asked(self, original: AnthropicMessagesRequest | AnthropicCountTokensRequest, recent: Recent) -> Asked:
         if original.tools == []:
             original.tools = original.tool_choice = None
         try:
@@ -81,7 +82,7 @@ class Messages:
             raise BadRequest(str(error), param=error.parameter) from None
         except ValueError as error:
             raise BadRequest(str(error)) from None
-        request.messages = plain(request.messages)
+        request.messages = plain(request.messages, recent)
         return Asked(request=request, messages=request.messages, n=1, stream=bool(getattr(original, "stream", False)))
 
     def answer(self, asked: Asked, exchange: Exchange, created: int) -> bytes:

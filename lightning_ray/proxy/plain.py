@@ -11,20 +11,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_ray.proxy.errors import BadRequest
+from lightning_ray.proxy.message import Message, Recent
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a part -> where its text is."""
 
 
-def plain(messages: Any) -> list[dict[str, Any]]:
+def plain(messages: Any, recent: Recent) -> list[Message]:
     """The messages of a request (Chat Completions) in plain form. Raises `BadRequest` that names the place."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise BadRequest("`messages` must be a list with at least one message.", param="messages")
-    return [_message(message, f"messages.{number}") for number, message in enumerate(messages)]
+    return recent.read(messages, _message)
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: Any, number: int) -> Message:
+    where = f"messages.{number}"
     if not isinstance(message, dict):
         raise BadRequest(f"{where} must be an object.", param=where)
     role = message.get("role")
@@ -40,9 +42,11 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             result["reasoning"] = _string(reasoning, f"{where}.reasoning")
         if message.get("tool_calls"):
             result["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+            if not all(isinstance(call["function"].get("arguments"), str) for call in message["tool_calls"]):
+                return Message(result)  # in Python 1 == 1.0 == True: equal objects may be different arguments
     elif role == "tool":
         result["tool_call_id"] = _string(message.get("tool_call_id") or "", f"{where}.tool_call_id")
-    return result
+    return Message(result, source=message)
 
 
 def _string(value: Any, where: str) -> str:

@@ -78,7 +78,7 @@ class Responses:
             raise BadRequest(str(error), param=error.parameter) from None
         if tools:
             fields |= {"tools": tools, "tool_choice": self._tool_choice(original)}
-        request = chat_request({**fields, "messages": messages})
+        request = chat_request({**fields, "messages": messages}, session.recent)
         return Asked(request=request, messages=request.messages, n=1, stream=bool(original.stream), original=original)
 
     def _chat_fields(self, original: ResponsesRequest) -> dict[str, Any]:

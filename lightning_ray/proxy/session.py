@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from lightning_ray.proxy.codec import Answer, ToolCall
-from lightning_ray.proxy.conversation import digest, message_parts
+from lightning_ray.proxy.conversation import chain
 from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.proxy.history import Answered, History
+from lightning_ray.proxy.message import Recent
 from lightning_ray.trajectory.call import Call
 
 
@@ -147,6 +148,8 @@ class Session:
     tokens_sampled: int = 0
     limit: str | None = None
     """The limit that ended the rollout, once one was reached."""
+    recent: Recent = field(default_factory=Recent)
+    """Spares work, and is no part of the record."""
 
     def admit(self, key: bytes, *, calls: int, retried: bool, now_s: float) -> tuple[Exchange, bool]:
         """The exchange that answers a request, and whether it is new.
@@ -222,7 +225,7 @@ class Session:
         if sampled.raw:
             self.history.add_raw(answered)
         else:
-            name = digest([sampled.chain[-1], *message_parts(choice.answer.message())])
+            (_, name) = chain(sampled.chain[-1], [choice.answer.message()])
             self.history.add_answer(name, sampled.chain, answered)
         return index
 

@@ -17,6 +17,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from lightning_ray.generator.request import Generation
 from lightning_ray.proxy.codec import Answer
 from lightning_ray.proxy.continuation import Prompt, build_prompt
+from lightning_ray.proxy.dialect import chat_request
+from lightning_ray.proxy.message import Recent
 from lightning_ray.proxy.reading import read
 from lightning_ray.proxy.session import Choice, Sampled, Session
 from lightning_ray.proxy.special import unmark
@@ -35,16 +37,16 @@ class Rollout:
     def __post_init__(self) -> None:
         self.codec = codec_of(self.family)
 
-    def request(self, messages) -> ChatCompletionRequest:
+    def request(self, messages, recent: Recent | None = None) -> ChatCompletionRequest:
         data = {"model": "policy", "messages": json.loads(json.dumps(messages))}
         if self.tools:
             data |= {"tools": [BASH]}
             data["tool_choice"] = "auto"
-        return ChatCompletionRequest.model_validate(data)
+        return chat_request(data, recent or Recent())
 
     def ask(self, messages, sampled: list[int], finish: str = "stop", stop_reason=None) -> tuple[Prompt, Answer]:
-        request = self.request(messages)
-        prompt = build_prompt(request, list(request.messages), self.session.history, self.codec)
+        request = self.request(messages, self.session.recent)
+        prompt = build_prompt(request, request.messages, self.session.history, self.codec)
         ids = self.session.prompt_ids(prompt.continues.call if prompt.continues else None, prompt.new_ids).tolist()
         size = len(sampled)
         generation = Generation(
