@@ -162,17 +162,15 @@ def settings(name: str, version: int, limits: Limits) -> dict[str, str]:
 
 
 def ulimits(limits: Limits, by_cgroup: set[str]) -> str:
-    """rlimits as a line for the shell inside (soft and hard); what no cgroup limits is limited here."""
+    """rlimits as a line for the shell inside (soft and hard, no process is started for it); what no cgroup limits is
+    limited here. A hard limit that is stricter already stays: raising it is refused to a user without rights."""
     kib = {"-f": limits.disk_mb * 1024}
     if "memory" not in by_cgroup:
         kib["-d"] = limits.memory_mb * 1024
     counts = {"-c": 0, "-n": OPEN_FILES}
     if "pids" not in by_cgroup:
         counts["-u"] = limits.processes
-    return "; ".join(
-        f'[ "$(ulimit -H {flag})" != unlimited ] && [ "$(ulimit -H {flag})" -le {value} ] || ulimit {flag} {value}'
-        for flag, value in (kib | counts).items()
-    )
+    return "; ".join(f"ulimit {flag} {value} 2>/dev/null" for flag, value in (kib | counts).items())
 
 
 @dataclass
