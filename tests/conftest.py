@@ -1,7 +1,8 @@
 """Property tests have no time limit of their own: a busy machine is not a failure. What tests of sandboxes share:
 
 * `containers`: the container backend, on a Podman of the tests' own; skipped where this machine cannot have it.
-* `running`: `sandboxes.running` with each kind of local sandbox in turn.
+* `running`: `sandboxes.running` with each kind of local sandbox in turn; by `sandboxes.EVERY_WORKSPACE` with an overlaid
+  workspace, too.
 """
 
 from functools import partial
@@ -28,9 +29,14 @@ def containers(tmp_path_factory):
 
 
 @pytest.fixture(params=["bubblewrap", "container"])
-def running(request):
+def running(request, monkeypatch):
+    from lightning_ray.sandbox import overlay
     from tests import sandboxes
 
-    if request.param == "bubblewrap":
+    if request.param == "overlay":
+        if overlay.refusal():
+            pytest.skip(f"no overlay: {overlay.refusal()}")
+        monkeypatch.setattr(overlay, "LARGE_BYTES", 1)
+    if request.param != "container":
         return sandboxes.running
     return partial(sandboxes.running, make=request.getfixturevalue("containers").make)

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from lightning_ray.config import RewardConfig
 from lightning_ray.sandbox.base import Limits, Mount, Sandbox, SandboxSpec
 from lightning_ray.sandbox.bubblewrap import Bubblewrap
@@ -11,6 +13,8 @@ from lightning_ray.tasks.base import Grade, Task
 from lightning_ray.tasks.grading import grader_for
 from lightning_ray.tasks.workspaces import Workspaces
 
+EVERY_WORKSPACE = pytest.mark.parametrize("running", ["bubblewrap", "overlay", "container"], indirect=True)
+"""For tests of what is done to a workspace."""
 FILES = {"shop.py": "def total(a, b):\n    return a - b\n", "README.md": "A shop.\n", "tools/run.sh": "echo run\n"}
 RIGHT = {"shop.py": "def total(a, b):\n    return a + b\n"}
 

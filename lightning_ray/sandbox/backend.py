@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ray.config import SandboxConfig
-from lightning_ray.sandbox import bubblewrap, filesystem, limits, probe, seccomp, uids
+from lightning_ray.sandbox import bubblewrap, filesystem, limits, overlay, probe, seccomp, uids
 from lightning_ray.sandbox.base import Sandbox, SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.bubblewrap import Bubblewrap
 from lightning_ray.sandbox.unconfined import Unconfined
@@ -85,6 +85,7 @@ def report(without: dict[str, str], faults: list[str]) -> dict[str, Any]:
         "user": "own uid" if os.geteuid() == 0 and "user" not in without else "user namespace",
         "system_calls": "none" if "system_calls" in without else "seccomp",
         "limits": limits.in_force(),
+        "large_workspaces": f"copied: {refusal}" if (refusal := overlay.refusal()) else "overlaid",
     }
     unsafe = [*without.values(), *faults]
     return {**facts, "unsafe": unsafe} if unsafe else facts

@@ -2,8 +2,8 @@
 its own, no network but its loopback, and nothing of the host's or of ours inside.
 
 Nothing but a bash and what it was told to run lives inside; it is driven through pipes (`shell.py`). The workspace is
-unpacked into a tmpfs of limited size, so it is copy-on-write and gone with the sandbox. Everything inside dies with
-the process that started the sandbox (`--die-with-parent`).
+unpacked into a tmpfs of limited size, or a large one overlaid (`overlay.py`): in both ways copy-on-write, and gone with
+the sandbox. Everything inside dies with the process that started the sandbox (`--die-with-parent`).
 
 `pid` is the first process inside: a listener in its network namespace (`network.listen_inside`) is the way out.
 """
@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ray.sandbox import filesystem, limits, pack, seccomp, staging, uids
+from lightning_ray.sandbox import filesystem, limits, overlay, pack, seccomp, staging, uids
 from lightning_ray.sandbox.base import (
     ENDPOINT_PORT,
     ENDPOINT_URL,
@@ -179,25 +179,26 @@ def _launch(spec: SandboxSpec, without: frozenset[str]) -> Running:
                 os.set_blocking(descriptor, False)
             drain = os.open(f"/proc/self/fd/{data_in}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             ours.append(drain)
-            workspace = keep(pack.open_pack(spec.workspace))
-            args = filesystem.arguments(spec, keep, str if uid is None else staging.stage)
-            if "system_calls" not in without:
-                args += ["--seccomp", str(keep(seccomp.open_program()))]
-            args += ["--info-fd", str(info_in), "--block-fd", str(block_in)]
-            listing = keep(os.memfd_create("arguments"))
-            os.write(listing, b"\0".join(os.fsencode(arg) for arg in args) + b"\0")
-            os.lseek(listing, 0, os.SEEK_SET)
-            command, environment = _outer_command(uid, keep)
-            outer = subprocess.Popen(
-                [*command, "--args", str(listing), "--", filesystem.SHELL],
-                env={**environment, limits.MARK: limits.owner()},
-                stdin=script_in, stdout=output_in, stderr=output_in, pass_fds=inherited, cwd="/",
-            )  # fmt: skip
-            closing = [number for number in inherited if number not in (workspace, status_in, data_in)]
-            while inherited:
-                os.close(inherited.pop())
-            group.create()
-            pid, process = _child_pid(info)
+            with _layers(spec, uid) as layers:
+                workspace = -1 if layers else keep(pack.open_pack(spec.workspace))
+                args = filesystem.arguments(spec, keep, str if uid is None else staging.stage, layers)
+                if "system_calls" not in without:
+                    args += ["--seccomp", str(keep(seccomp.open_program()))]
+                args += ["--info-fd", str(info_in), "--block-fd", str(block_in)]
+                listing = keep(os.memfd_create("arguments"))
+                os.write(listing, b"\0".join(os.fsencode(arg) for arg in args) + b"\0")
+                os.lseek(listing, 0, os.SEEK_SET)
+                command, environment = _outer_command(uid, keep)
+                outer = subprocess.Popen(
+                    [*command, "--args", str(listing), "--", filesystem.SHELL],
+                    env={**environment, limits.MARK: limits.owner()},
+                    stdin=script_in, stdout=output_in, stderr=output_in, pass_fds=inherited, cwd="/",
+                )  # fmt: skip
+                closing = [number for number in inherited if number not in (workspace, status_in, data_in)]
+                while inherited:
+                    os.close(inherited.pop())
+                group.create()
+                pid, process = _child_pid(info)
             group.admit(pid)
             os.write(block, b"x")
         finally:
@@ -219,10 +220,20 @@ def _launch(spec: SandboxSpec, without: frozenset[str]) -> Running:
     bootstrap = (
         f"{limits.ulimits(spec.limits, set(limits.places()))}\n"
         f"exec {' '.join(f'{number}<&-' for number in closing)}\n"
-        f"tar -xf - -C {WORKSPACE} --no-same-owner <&{workspace} {workspace}<&- {status_in}<&- {data_in}<&-\n"
-        f"done=$?; exec {workspace}<&-; (exit $done)"
     )
+    if workspace >= 0:
+        bootstrap += (
+            f"tar -xf - -C {WORKSPACE} --no-same-owner <&{workspace} {workspace}<&- {status_in}<&- {data_in}<&-\n"
+            f"done=$?; exec {workspace}<&-; (exit $done)"
+        )
     return Running(outer, pid, process, group, uid, pipes, bootstrap)
+
+
+def _layers(spec: SandboxSpec, uid: int | None) -> contextlib.AbstractContextManager[overlay.Layers | None]:
+    """Of a workspace that is not copied in; None for one that is."""
+    if uid is None or not overlay.is_large(spec.workspace) or overlay.refusal():
+        return contextlib.nullcontext()
+    return overlay.layers(spec.workspace, uid, spec.limits.disk_mb * 2**20)
 
 
 def _outer_command(uid: int | None, keep: Callable[[int], int]) -> tuple[list[str], dict[str, str]]:

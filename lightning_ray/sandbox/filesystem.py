@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lightning_ray.sandbox import limits
 from lightning_ray.sandbox.base import WORKSPACE, SandboxSpec
+from lightning_ray.sandbox.overlay import Layers
 
 USER = "agent"
 UID = 1000
@@ -106,8 +107,9 @@ def environment(spec: SandboxSpec) -> dict[str, str]:
     return {"PATH": path, **PERSONAL, **spec.env}
 
 
-def arguments(spec: SandboxSpec, keep: Callable[[int], int], reach: Callable[[Path], str]) -> list[str]:
-    """bubblewrap's arguments up to (not including) the command.
+def arguments(spec: SandboxSpec, keep: Callable[[int], int], reach: Callable[[Path], str],
+              workspace: Layers | None = None) -> list[str]:
+    """bubblewrap's arguments up to (not including) the command. Without layers the workspace is an empty tmpfs.
 
     `keep` takes a file descriptor that bubblewrap shall inherit, owns it from then on, and returns it. `reach` gives a
     path under which bubblewrap's user can reach a path of ours.
@@ -148,7 +150,9 @@ def arguments(spec: SandboxSpec, keep: Callable[[int], int], reach: Callable[[Pa
         args += ["--ro-bind", reach(Path(sys.base_prefix)), INTERPRETER]
     args += ["--proc", "/proc", "--dev", "/dev", *sized(SCRATCH_BYTES, "1777", "/dev/shm"), "--remount-ro", "/dev"]
     args += [*sized(disk, "1777", "/tmp"), *sized(SCRATCH_BYTES, "0755", SCRATCH), "--dir", "/var", "--dir", "/root"]
-    args += ["--symlink", "/tmp", "/var/tmp", *sized(disk, "0755", WORKSPACE)]
+    args += ["--symlink", "/tmp", "/var/tmp"]
+    args += sized(disk, "0755", WORKSPACE) if workspace is None else [
+        "--overlay-src", workspace.lower, "--overlay", workspace.upper, workspace.work, WORKSPACE]
     args += ["--ro-bind", reach(unreadable_shell()), SHELL]
     for mount in spec.mounts:
         mount.source.stat()  # bubblewrap's own message would not name it

@@ -18,18 +18,24 @@ MS_BIND, MS_REC, MS_SLAVE, MS_NOSUID, MS_NODEV = 0x1000, 0x4000, 0x80000, 0x2, 0
 _thread = threading.local()
 
 
-def stage(source: Path) -> str:
-    """A path that shows `source` to every user, in the calling thread and the processes that it starts.
+def prepare() -> None:
+    """Give the calling thread its mount namespace, if it has none yet.
 
     Root only, and only in a thread that does nothing else: its view of the file system is its own from then on.
     """
-    if not hasattr(_thread, "staged"):
-        PLACE.mkdir(parents=True, exist_ok=True)
-        PLACE.parent.chmod(0o755)
-        _call("unshare", CLONE_NEWNS)
-        _mount(None, "/", None, MS_REC | MS_SLAVE)  # what the host mounts later still appears here
-        _mount("staging", str(PLACE), "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
-        _thread.staged = {}
+    if hasattr(_thread, "staged"):
+        return
+    PLACE.mkdir(parents=True, exist_ok=True)
+    PLACE.parent.chmod(0o755)
+    call("unshare", CLONE_NEWNS)
+    mount(None, "/", None, MS_REC | MS_SLAVE)  # what the host mounts later still appears here
+    mount("staging", str(PLACE), "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
+    _thread.staged = {}
+
+
+def stage(source: Path) -> str:
+    """A path that shows `source` to every user, in the calling thread (see `prepare`) and what it starts."""
+    prepare()
     info = os.stat(source)
     key = (str(source), info.st_dev, info.st_ino)
     if key not in _thread.staged:
@@ -38,18 +44,20 @@ def stage(source: Path) -> str:
             target.mkdir()
         else:
             target.touch()
-        _mount(str(source), str(target), None, MS_BIND | MS_REC)
+        mount(str(source), str(target), None, MS_BIND | MS_REC)
         _thread.staged[key] = str(target)
     return _thread.staged[key]
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    _call("mount", *(text and text.encode() for text in (source, target, kind)), flags, options and options.encode())
+def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    call("mount", *(text and text.encode() for text in (source, target, kind)), flags, options and options.encode())
 
 
-def _call(name: str, *arguments: bytes | int | None) -> None:
+def call(name: str, *arguments: bytes | int | None) -> int:
+    """A function of the C library. `SandboxError` where it fails."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    converted = [ctypes.c_ulong(each) if isinstance(each, int) else each for each in arguments]
-    if function(*converted):
-        error = ctypes.get_errno()
-        raise SandboxError(f"{name}{arguments}: {os.strerror(error)}. As root, mounts need CAP_SYS_ADMIN")
+    function.restype = ctypes.c_long
+    result = function(*(ctypes.c_long(each) if isinstance(each, int) else each for each in arguments))
+    if result < 0:
+        raise SandboxError(f"{name}{arguments}: {os.strerror(ctypes.get_errno())}. As root, mounts need CAP_SYS_ADMIN")
+    return result

@@ -18,7 +18,7 @@ from lightning_ray.sandbox.base import Limits, Mount
 from lightning_ray.sandbox.network import listen_inside
 from lightning_ray.tasks.workspaces import Workspaces
 from tests import podman
-from tests.sandboxes import make_task
+from tests.sandboxes import EVERY_WORKSPACE, make_task
 
 SECRET = "hunter2-the-key-of-everything"
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ async def test_law6_no_process_shows_a_path_of_the_host(running, workspace):
     assert "/usr/bin" in output and not [path for path in paths_of_ours(workspace) if path in output]
 
 
-@pytest.mark.parametrize("running", ["bubblewrap", pytest.param("container", marks=pytest.mark.xfail(
+@pytest.mark.parametrize("running", ["bubblewrap", "overlay", pytest.param("container", marks=pytest.mark.xfail(
     strict=True, reason="mountinfo shows where the daemon keeps its images, and where mounted files come from"))],
     indirect=True)
 async def test_law6_no_mount_shows_a_path_of_the_host(running, workspace):
@@ -360,6 +360,7 @@ async def test_law6_host_processes_cannot_be_signalled(running, workspace):
         victim.wait()
 
 
+@EVERY_WORKSPACE
 async def test_law6_two_sandboxes_share_nothing(running, workspace):
     async with running(workspace) as one, running(workspace) as two:
         spread = "for d in /tmp /dev/shm /run .; do echo s > $d/s; done; sleep 700 & ipcmk -M 100"
@@ -368,6 +369,7 @@ async def test_law6_two_sandboxes_share_nothing(running, workspace):
     assert done.output == "/dev/shm:\n\n/run:\n\n/tmp:\ncat: s: No such file or directory\n"
 
 
+@EVERY_WORKSPACE
 async def test_law6_the_shared_workspace_on_the_host_does_not_change(running, workspace):
     before = {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()}
     script = "echo evil >> shop.py; rm -rf .git README.md; chmod -R 777 .; ln -sf /etc/passwd tools/x"
@@ -395,6 +397,7 @@ async def test_a_memory_hog_is_stopped_and_the_sandbox_lives_on(running, workspa
         assert (await sandbox.exec("echo alive", timeout_s=10)).output == "alive\n"
 
 
+@EVERY_WORKSPACE
 async def test_a_full_disk_stays_inside(running, workspace):
     async with running(workspace, limits=Limits(disk_mb=16, memory_mb=512)) as sandbox:
         places = "/tmp /testbed /var/tmp /dev/shm /run /.scratch /dev/mqueue"

@@ -18,7 +18,7 @@ from lightning_ray.sandbox.base import (
 )
 from lightning_ray.sandbox.network import listen_inside
 from lightning_ray.tasks.workspaces import Workspaces
-from tests.sandboxes import FILES, make_task
+from tests.sandboxes import EVERY_WORKSPACE, FILES, make_task
 
 
 @pytest.fixture
@@ -170,6 +170,7 @@ async def test_a_sandbox_that_was_killed_says_so(running, workspace):
             await sandbox.exec("true", timeout_s=10)
 
 
+@EVERY_WORKSPACE
 async def test_put_and_get(running, workspace):
     data = bytes(range(256)) * 1000
     async with running(workspace) as sandbox:
@@ -185,12 +186,14 @@ async def test_put_and_get(running, workspace):
                 await sandbox.put({bad: b""})
 
 
+@EVERY_WORKSPACE
 async def test_put_says_where_files_do_not_fit(running, workspace):
     async with running(workspace, limits=Limits(disk_mb=1)) as sandbox:
         with pytest.raises(SandboxError, match="could not be written"):
             await sandbox.put({"big": b"x" * 3_000_000})
 
 
+@EVERY_WORKSPACE
 async def test_diff_has_every_kind_of_change_and_applies(running, workspace, tmp_path):
     script = r"""
         sed -i 's/-/+/' shop.py; rm README.md; chmod +x tools/run.sh; mkdir new; printf 'no newline' > 'new/a b.txt'
@@ -213,6 +216,7 @@ async def test_diff_has_every_kind_of_change_and_applies(running, workspace, tmp
     assert os.readlink(clone / "link") == "/etc/passwd"
 
 
+@EVERY_WORKSPACE
 async def test_the_workspace_is_copied_on_write_and_git_works_inside(running, workspace):
     script = "git status --porcelain; git log --format=%an.%s.%ad --date=iso; git remote; git stash list; whoami"
     async with running(workspace) as sandbox:
