@@ -1,8 +1,8 @@
 """Property tests have no time limit of their own: a busy machine is not a failure. What tests of sandboxes share:
 
 * `containers`: the container backend, on a Podman of the tests' own; skipped where this machine cannot have it.
-* `running`: `sandboxes.running` with each kind of local sandbox in turn; by `sandboxes.EVERY_WORKSPACE` with an overlaid
-  workspace, too.
+* `running`: `sandboxes.running` with each kind of local sandbox in turn; by `sandboxes.EVERY_WORKSPACE` with an
+  overlaid workspace, too.
 """
 
 from functools import partial
