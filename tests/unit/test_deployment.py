@@ -52,6 +52,16 @@ def test_dashboards_are_on_the_loopback(cluster):
     assert "--dashboard-host=127.0.0.1" in " ".join(cluster["head_start_ray_commands"])
 
 
+def test_ray_asks_every_caller_for_a_token(cluster):
+    """Whoever reaches a port of a Ray without it can run code there."""
+    starts = [line for each in ("head_start_ray_commands", "worker_start_ray_commands") for line in cluster[each]
+              if "ray start" in line]
+    assert len(starts) == 2 and all("RAY_AUTH_MODE=token" in line for line in starts)
+    assert cluster["file_mounts"]["/home/ubuntu/.ray/auth_token"] == "~/.ray/auth_token"
+    job = next(each for each in MANIFESTS if each["kind"] == "RayJob")["spec"]
+    assert job["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+
+
 @pytest.mark.parametrize("manifest", [each for each in MANIFESTS if each["kind"] != "RayJob"],
                          ids=lambda each: f"{each['kind']}-{each['metadata']['name']}")
 def test_manifests_are_what_kubernetes_knows(manifest):
