@@ -50,7 +50,7 @@ class MicroBatch:
     behaviour: np.ndarray
     """float32 [N]."""
     versions: np.ndarray
-    """int32 [N]."""
+    """int32 [N], as `whole_versions` says."""
     advantages: np.ndarray
     """float32 [N]."""
     weights: np.ndarray
@@ -62,6 +62,17 @@ class MicroBatch:
     def tokens(self) -> int:
         """Tokens read, without padding."""
         return sum(self.lengths) if self.samples else 0
+
+
+def whole_versions(versions: np.ndarray) -> np.ndarray:
+    """int32 [T]: the policy version that a sampled token's log-prob depends on, from the versions that sampled (int32
+    [T], -1 where none did). -1 too where an answer went on after an update: its later tokens were sampled on a KV cache
+    that older weights had filled, so that no one policy gives their log-probs."""
+    starts = np.flatnonzero((versions >= 0) & (np.r_[-1, versions[:-1]] < 0))
+    if not len(starts):
+        return versions.astype(np.int32)
+    answer = np.maximum(np.searchsorted(starts, np.arange(len(versions)), side="right") - 1, 0)
+    return np.where(versions == versions[starts[answer]], versions, -1).astype(np.int32)
 
 
 def read_length(sample: Sample) -> int:
@@ -186,7 +197,7 @@ def build(samples: Sequence[Sample], indices: Sequence[int], *, layout: Layout, 
         select=np.concatenate(select).astype(np.int64),
         targets=np.concatenate([sample.token_ids[where] for sample, where in gathered]).astype(np.int64),
         behaviour=np.concatenate([sample.logprobs[where] for sample, where in gathered]).astype(np.float32),
-        versions=np.concatenate([sample.versions[where] for sample, where in gathered]).astype(np.int32),
+        versions=np.concatenate([whole_versions(sample.versions)[where] for sample, where in gathered]),
         advantages=np.repeat(np.array([s.advantage for s in rows], dtype=np.float32), counts),
         weights=np.repeat(np.array([s.weight * scale for s in rows], dtype=np.float32), counts),
         segments=np.repeat(np.arange(len(rows)), counts),

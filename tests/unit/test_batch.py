@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ray.learner.batch import MAX_PADDING, build, plan, read_length, split_updates, update_scale
+from lightning_ray.learner.batch import (
+    MAX_PADDING,
+    build,
+    plan,
+    read_length,
+    split_updates,
+    update_scale,
+    whole_versions,
+)
 from lightning_ray.trajectory.samples import Sample
 
 LAYOUTS = ["packed", "padded"]
@@ -73,7 +81,7 @@ def test_law3_each_trained_token_is_in_the_arrays_once(made: list[Sample], layou
             assert owner.loss_mask[at]
             assert micro.targets[n] == owner.token_ids[at]
             assert micro.behaviour[n] == owner.logprobs[at]
-            assert micro.versions[n] == owner.versions[at]
+            assert micro.versions[n] == whole_versions(owner.versions)[at]
             assert micro.advantages[n] == np.float32(owner.advantage)
             assert micro.weights[n] == np.float32(owner.weight * 2.0)
             # the tokens read up to here are the sample's own
@@ -129,3 +137,13 @@ def test_mixed_lengths_are_padded_by_at_most_five_percent() -> None:
 def test_a_first_token_cannot_be_trained() -> None:
     with pytest.raises(ValueError, match="first token"):
         read_length(sample(5, [0, 3]))
+
+
+@pytest.mark.parametrize(("versions", "whole"), [
+    ([-1, 3, 3, -1, 4, 4], [-1, 3, 3, -1, 4, 4]),
+    ([-1, 3, 4, 4, -1, 4], [-1, 3, -1, -1, -1, 4]),
+    ([2, 2, 3], [2, 2, -1]),
+    ([-1, -1], [-1, -1]),
+])
+def test_tokens_sampled_on_an_older_policys_cache_belong_to_no_one_policy(versions, whole):
+    assert whole_versions(np.array(versions, np.int32)).tolist() == whole
