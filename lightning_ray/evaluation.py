@@ -1,15 +1,18 @@
 """Evaluation: a policy on tasks, through the same proxy, harness, sandbox and grading as in training, without learning.
 
 `Evaluation(config).measure()` runs `evaluation.samples` rollouts of each task and writes a directory: `config.yaml`,
-`rollouts/evaluation_000000.parquet`, `predictions.jsonl` (SWE-bench's format: the first rollout of each instance), and
-`results.json`, with what someone else needs to repeat it: hashes of the model and the tasks, versions, the harness's
-configuration, sampling, seed, and the outcome of every rollout. What failed for reasons of ours is counted apart.
+`rollouts/evaluation_000000.parquet`, `predictions.jsonl` (SWE-bench's format: the first rollout of each instance;
+`predictions-1.jsonl` the second, and so on), and `results.json`, with what someone else needs to repeat it: hashes of
+the model and the tasks, versions, the harness's configuration, sampling, seed, and the outcome of every rollout. What
+failed for reasons of ours is counted apart.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,10 +30,12 @@ from lightning_ray.observe.records import versions
 from lightning_ray.policy.source import policy_directory
 from lightning_ray.preflight import preflight
 from lightning_ray.ray_session import RaySession
+from lightning_ray.remote_model import RemoteFleet, RemoteModel, configured
 from lightning_ray.run_directory import RunDirectory, write_whole
 from lightning_ray.statistics import pass_rate
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.source import load_tasks
+from lightning_ray.tasks.swe_bench import prediction
 from lightning_ray.tasks.swe_smith import digest, repository
 from lightning_ray.trainer import rollout_seed
 from lightning_ray.trajectory.archive import write_rollouts
@@ -46,8 +51,11 @@ class NothingJudged(RuntimeError):
 
 
 class Evaluation:
-    def __init__(self, config: Config, *, split: str = "heldout", progress: Progress | None = None):
-        self.config = config
+    def __init__(self, config: Config, *, split: str = "heldout", progress: Progress | None = None,
+                 remote: RemoteModel | None = None):
+        """`remote`: the model to measure, where it is not the configuration's policy."""
+        self.config = configured(config, remote) if remote else config
+        self._remote = remote
         self.progress = progress or Progress()
         self._split = split
         self.run: RunDirectory | None = None
@@ -56,26 +64,37 @@ class Evaluation:
         """Runs all rollouts, writes the record, gives what `results.json` holds. Raises `ConfigError` for bad input
         before anything starts, `NothingJudged` where no rollout could be run."""
         self.progress.phase("checking")
-        preflight(self.config)
+        preflight(self.config, policy=self._remote is None)
         splits = load_tasks(self.config.tasks)
         tasks = splits.heldout if self._split == "heldout" else splits.train
         if not tasks:
             raise ConfigError("tasks.heldout_source: there are no held-out tasks. Give a file of them, or "
                               "--split train")
         self.run = RunDirectory.create(self.config)
-        self.progress.phase("preparing the policy")
-        model = policy_directory(self.config.policy, self.config, self.progress)
+        with self._served() as (fleet, model):
+            started = time.monotonic()
+            done = self._rollouts(fleet, tasks)
+            return self._record(tasks, done, model, time.monotonic() - started, fleet.facts)
+
+    @contextmanager
+    def _served(self) -> Iterator[tuple[Fleet | RemoteFleet, dict[str, Any]]]:
+        """The model behind runners, and what the record says of it."""
+        model = None
+        if self._remote is None:
+            self.progress.phase("preparing the policy")
+            model = policy_directory(self.config.policy, self.config, self.progress)
         self.progress.phase("starting Ray")
         session = RaySession.start(self.config)
         generators: list[Any] = []
         try:
-            generators = start_generators(self.config, model)
+            generators = start_generators(self.config, model) if model else []
             self.progress.phase("starting proxies and runners")
-            fleet = Fleet.start(self.config, self.run, str(model), generators)
+            fleet = (Fleet.start(self.config, self.run, str(model), generators) if model
+                     else RemoteFleet.start(self.config, self._remote))
             try:
-                started = time.monotonic()
-                done = self._rollouts(fleet, tasks)
-                return self._record(tasks, done, model, time.monotonic() - started, fleet.facts)
+                name = self.config.policy.name
+                yield fleet, {"name": name, "sha256": model_digest(model)} if model else {
+                    "name": name, "url": self._remote.url}
             finally:
                 fleet.stop()
         finally:
@@ -86,7 +105,7 @@ class Evaluation:
                 ray.kill(part)
             session.stop()
 
-    def _rollouts(self, fleet: Fleet, tasks: Sequence[Task]) -> dict[str, list[Trajectory]]:
+    def _rollouts(self, fleet: Fleet | RemoteFleet, tasks: Sequence[Task]) -> dict[str, list[Trajectory]]:
         """Instance id -> its rollouts, in the order of their numbers."""
         self.progress.phase("rollouts")
         specs = [self._spec(task, number) for task in tasks for number in range(self.config.evaluation.samples)]
@@ -105,21 +124,22 @@ class Evaluation:
             rollout_id=rollout_id, group_id="evaluation", task=task, mode="evaluate",
             temperature=self.config.evaluation.temperature, seed=rollout_seed(self.config.run.seed, rollout_id))
 
-    def _record(self, tasks: Sequence[Task], done: Mapping[str, list[Trajectory]], model: Path, wall_s: float,
-                facts: dict[str, Any]) -> dict[str, Any]:
+    def _record(self, tasks: Sequence[Task], done: Mapping[str, list[Trajectory]], model: dict[str, Any],
+                wall_s: float, facts: dict[str, Any]) -> dict[str, Any]:
         everything = [trajectory for members in done.values() for trajectory in members]
         write_rollouts(self.run.rollouts / "evaluation_000000.parquet", everything,
                        max_tokens=self.config.policy.max_context,
                        dropped=dict.fromkeys((each.rollout_id for each in everything), "evaluation"))
-        name = self.config.policy.name
-        write_whole(self.run.root / "predictions.jsonl", "".join(
-            json.dumps(prediction(name, instance, members[0])) + "\n" for instance, members in done.items()))
+        for number in range(self.config.evaluation.samples):
+            write_whole(self.run.root / predictions_file(number), "".join(
+                json.dumps(prediction(self.config.policy.name, instance, members[number].patch)) + "\n"
+                for instance, members in done.items()))
         generator = self.config.generator
         results = {
             **scores({task.instance_id: task.repo for task in tasks}, done, seed=self.config.run.seed),
             "bill": bill(everything, self.config.evaluation.prices, wall_s=wall_s,
-                         devices=generator.replicas * generator.tensor_parallel),
-            "model": {"name": name, "sha256": model_digest(model)},
+                         devices=0 if self._remote else generator.replicas * generator.tensor_parallel),
+            "model": model,
             "data": {"source": self.config.tasks.source, "split": self._split, "instances": len(tasks),
                      "sha256": digest(task.model_dump(mode="json") for task in tasks)},
             "harness": self.config.harness.model_dump(mode="json"),
@@ -176,6 +196,7 @@ def scores(repositories: Mapping[str, str], done: Mapping[str, Sequence[Trajecto
     ends = [each.end for members in done.values() for each in members]
     return {
         **rates, "ends": {end: ends.count(end) for end in ("graded", "harness_failed", "infra_failed")},
+        "reasons": dict(Counter(kind_of(each.reason) for members in done.values() for each in members).most_common()),
         "repositories": {name: {"instances": len(values), "pass@1": fmean(values)}
                          for name, values in sorted(by_repository.items())},
         "instances": {name: [outcome(each) for each in members] for name, members in done.items()},
@@ -189,10 +210,13 @@ def outcome(trajectory: Trajectory) -> dict[str, Any]:
             "seconds": round(sum(trajectory.timings.values()), 3)}
 
 
-def prediction(model: str, instance_id: str, trajectory: Trajectory) -> dict[str, str]:
-    """SWE-bench's format of a prediction."""
-    patch = trajectory.patch.encode("utf-8", "replace").decode()
-    return {"instance_id": instance_id, "model_name_or_path": model, "model_patch": patch}
+def kind_of(reason: str) -> str:
+    """What ended a rollout, without its particulars: `passed`, `tests_failed`, `timeout`, `LimitsExceeded`, ..."""
+    return reason.partition(":")[0].strip() or "-"
+
+
+def predictions_file(sample: int) -> str:
+    return f"predictions{f'-{sample}' if sample else ''}.jsonl"
 
 
 def model_digest(directory: Path) -> str:

@@ -19,8 +19,8 @@ from lightning_ray.config import Config, ConfigError
 GIB = 2**30
 RESERVE = 3 * GIB
 """CUDA context, NCCL buffers, allocator fragmentation."""
-LOGIT_ROWS = 1024
-"""Positions whose logits the learner holds at once, in float32, with their gradient."""
+CHUNK_LOGITS = 1 << 22
+"""Logits that the learner holds at once (`learner/logprobs.py`), three times in float32."""
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "auto": 2}
 
 
@@ -55,7 +55,7 @@ def shape_of(settings: Mapping[str, Any]) -> Shape:
                           "families") from None
     kv_heads = text.get("num_key_value_heads") or heads
     head = text.get("head_dim") or hidden // heads
-    linear = [kind for kind in text.get("layer_types") or [] if kind == "linear_attention"]
+    linear = [kind for kind in layer_kinds(text) if kind == "linear_attention"]
     gated = 2 if linear else 1  # Qwen's hybrid models give attention an output gate of the size of the queries
     attention = hidden * head * (gated * heads + 2 * kv_heads) + heads * head * hidden
     delta = state = 0
@@ -72,6 +72,15 @@ def shape_of(settings: Mapping[str, Any]) -> Shape:
     parameters = (full * attention + len(linear) * delta + layers * (3 * hidden * inner + 2 * hidden)
                   + vocabulary * hidden * (1 if tied else 2) + hidden)
     return Shape(parameters, layers, hidden, vocabulary, full, kv_heads, head, state)
+
+
+def layer_kinds(text: Mapping[str, Any]) -> list[str]:
+    """Of each layer, as `layer_types` names them or as `full_attention_interval` (4 where it is left out) implies."""
+    if text.get("layer_types") or "linear_num_value_heads" not in text:
+        return text.get("layer_types") or []
+    interval = text.get("full_attention_interval") or 4
+    return ["linear_attention" if number % interval else "full_attention"
+            for number in range(1, text["num_hidden_layers"] + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +124,7 @@ def estimate(shape: Shape, config: Config) -> Estimate:
         "learner: gradients": 0 if learner.offload_optimizer else split(width * count, 2),
         "learner: optimizer": 0 if learner.offload_optimizer else optimizer,
         "learner: activations": layer + kept,
-        "learner: logits": 2 * 4 * min(LOGIT_ROWS, tokens) * shape.vocabulary,
+        "learner: logits": 3 * 4 * CHUNK_LOGITS,
         "generator: weights": element * count // generator.tensor_parallel,
         "generator: KV cache": max(longest, generator.max_num_seqs * average),
         "reserve": RESERVE,

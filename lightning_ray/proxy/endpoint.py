@@ -30,3 +30,5 @@ class Endpoint:
     base_url: str
     """Without `/v1`: OpenAI clients take `base_url + "/v1"`, Anthropic clients `base_url`."""
     token: str
+    api_key: str = "none"
+    """What a Python harness sends as its key, outside the sandbox. Our own proxy asks for none."""

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from lightning_ray.cli import main
-from lightning_ray.evaluation import NothingJudged, model_digest, prediction, scores
+from lightning_ray.evaluation import NothingJudged, model_digest, scores
+from lightning_ray.tasks.swe_bench import prediction
 from lightning_ray.trajectory.call import Call, Trajectory
 
 
@@ -43,7 +44,7 @@ def test_nothing_judged_is_no_zero():
 
 
 def test_predictions_are_in_swe_benchs_format():
-    assert prediction("m", "a", rollout("a", True)) == {
+    assert prediction("m", "a", "diff\n") == {
         "instance_id": "a", "model_name_or_path": "m", "model_patch": "diff\n"}
 
 

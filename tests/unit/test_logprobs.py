@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ray import memory
 from lightning_ray.learner import logprobs as subject
 from lightning_ray.learner.logprobs import LogprobHead
 
@@ -88,3 +89,7 @@ def test_the_logits_never_exist_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_projection_is_shared_not_copied() -> None:
     projection = nn.Linear(HIDDEN, VOCABULARY, bias=False)
     assert LogprobHead(projection).weight is projection.weight
+
+
+def test_the_estimate_of_memory_knows_how_many_logits_are_held_at_once():
+    assert memory.CHUNK_LOGITS == subject.CHUNK_LOGITS

@@ -1,15 +1,20 @@
 """Memory by arithmetic: a model of known size, parts of known size, advice that helps."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from lightning_ray.config import Config, ConfigError
+from lightning_ray.config import Config, ConfigError, LengthPenaltyConfig
 from lightning_ray.doctor import memory_lines
 from lightning_ray.memory import GIB, RESERVE, advice, estimate, shape_of
 
 RECIPE = Path(__file__).parents[2] / "jobs" / "swe_qwen3_5_9b.yaml"
+QWEN_9B = Path(__file__).parents[1] / "fixtures" / "qwen3_5_9b"
+"""A config.json with the values that transformers 5.19's `Qwen3_5TextConfig` has by default: those of the 9B model."""
+VARIANTS = dict(re.split(r"\s{2,}", line.removeprefix("#   "), maxsplit=1)
+                for line in RECIPE.read_text().splitlines() if re.match(r"#   \S.*  --", line))
 LLAMA_8B = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128256,
             "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
 QWEN35 = {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96, "vocab_size": 128, "head_dim": 32,
@@ -34,6 +39,12 @@ def test_llama_8b_has_its_published_size():
 def test_hybrid_models_cache_their_attention_layers_only():
     shape = shape_of({"text_config": QWEN35})
     assert shape.cached_layers == 1 and shape.state == 3 * (4 * 16 * 16 + 4 * (2 * 32 + 64))
+
+
+def test_qwen3_5_9b_has_the_size_that_transformers_gives_it():
+    shape = shape_of(json.loads((QWEN_9B / "config.json").read_text()))
+    assert shape.parameters == pytest.approx(8_953_803_264, rel=1e-5) and shape.cached_layers == 8
+    assert estimate(shape, config()).kv_bytes_per_token == 2 * 8 * 4 * 256 * 2
 
 
 def test_parts_have_the_sizes_that_zero_gives_them():
@@ -95,3 +106,34 @@ def test_the_9b_recipe_loads_with_the_reference_values():
     assert (recipe.policy.max_context, recipe.harness.timeout_s, recipe.harness.max_calls) == (81920, 5400, 100)
     assert recipe.learner.ranks == recipe.generator.replicas * recipe.generator.tensor_parallel
     assert recipe.runners.resources == {"runner": 1}
+    assert recipe.reward.length_penalty == LengthPenaltyConfig() and recipe.sampling.max_tokens == 16384
+    assert recipe.harness.settings["config"] == "swebench.yaml"
+
+
+def test_the_9b_recipe_says_why_of_every_value():
+    bare = [line for line in RECIPE.read_text().splitlines()
+            if re.match(r"  \w+: \S", line) and "#" not in line and not re.match(r"  (name|source|heldout_source):", line)]
+    assert bare == []
+
+
+@pytest.mark.parametrize("words", ["", *VARIANTS.values()], ids=["as it stands", *VARIANTS])
+def test_every_variant_of_the_9b_recipe_fits_on_gpus_of_80_gib(words):
+    recipe = Config.load(RECIPE, ["--policy.path", str(QWEN_9B), *words.split()])
+    lines, fits = memory_lines(recipe, 80.0)
+    assert fits, lines
+    assert recipe.learner.ranks == recipe.generator.replicas, "one of each on every GPU"
+    assert recipe.runners.count * recipe.runners.rollouts >= (
+        recipe.schedule.groups_in_flight * recipe.schedule.group_size)
+
+
+def test_the_doctor_says_what_to_change_on_smaller_gpus():
+    recipe = Config.load(RECIPE, ["--policy.path", str(QWEN_9B)])
+    lines, fits = memory_lines(recipe, 40.0)
+    assert not fits and any("half of policy.max_context" in line for line in lines)
+    smaller = Config.load(RECIPE, ["--policy.path", str(QWEN_9B), "--policy.max_context", "16384",
+                                   "--learner.micro_batch_tokens", "16384", "--generator.max_num_seqs", "8"])
+    assert memory_lines(smaller, 40.0)[1]
+
+
+def test_the_variants_are_for_4_gpus_8_and_several_nodes_and_both_schedules():
+    assert len(VARIANTS) == 4 and {"one node of 4 GPUs", "two nodes of 8 GPUs", "synchronous"} <= set(VARIANTS)

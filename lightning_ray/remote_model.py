@@ -1,0 +1,108 @@
+"""A model behind an OpenAI-compatible URL, in the place of our own generators and proxies: for evaluations only.
+
+The harness talks to the URL itself, so nothing of its calls is recorded: rollouts have a patch and a grade, no tokens.
+Only a Python harness can be used: what runs in a sandbox reaches no network. The key stays outside the sandbox.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+
+from lightning_ray.config import Config, ConfigError
+from lightning_ray.harness.runner import Runner
+from lightning_ray.harness.spec import API_KEY, RolloutSpec
+from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
+from lightning_ray.trajectory.call import Call, Trajectory
+
+STOP_TIMEOUT_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """Raises `ConfigError` for a URL of another form."""
+
+    url: str
+    """Ends with /v1."""
+    name: str
+    """As the server knows it."""
+    api_key: str = field(default=API_KEY, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")) or not self.url.rstrip("/").endswith("/v1"):
+            raise ConfigError(f"--url: {self.url!r} is not understood. Write http://HOST:PORT/v1")
+
+    @property
+    def base_url(self) -> str:
+        return self.url.rstrip("/").removesuffix("/v1")
+
+
+def configured(config: Config, remote: RemoteModel) -> Config:
+    """The configuration of an evaluation of `remote`: its name, and the sampling that the harness itself must ask its
+    server for (`harness.settings.model.model_kwargs`, as mini-SWE-agent has it; what is given there stays)."""
+    if config.harness.kind != "python":
+        raise ConfigError("harness.kind: a command harness runs in a sandbox, which reaches no URL. Take a Python one")
+    settings = dict(config.harness.settings)
+    model = dict(settings.get("model", {}))
+    sampling = {"temperature": config.evaluation.temperature, "max_tokens": config.sampling.max_tokens}
+    model["model_kwargs"] = {**sampling, **model.get("model_kwargs", {})}
+    return config.model_copy(update={
+        "policy": config.policy.model_copy(update={"name": remote.name}),
+        "harness": config.harness.model_copy(update={"settings": {**settings, "model": model}})})
+
+
+@ray.remote(num_cpus=0)
+class RemoteEndpoint:
+    """What a runner takes for its proxy."""
+
+    def __init__(self, remote: RemoteModel) -> None:
+        self._endpoint = Endpoint(remote.base_url, token="", api_key=remote.api_key)
+
+    async def open(self, rollout: OpenRollout) -> Endpoint:
+        return self._endpoint
+
+    async def finish(self, rollout_id: str) -> list[Call]:
+        return []
+
+
+@dataclass(slots=True)
+class RemoteFleet:
+    """Runners whose harnesses talk to the URL. See `fleet.Fleet`."""
+
+    runners: list[ActorHandle]
+    endpoint: ActorHandle
+    facts: dict[str, Any]
+
+    @classmethod
+    def start(cls, config: Config, remote: RemoteModel) -> "RemoteFleet":
+        endpoint = RemoteEndpoint.remote(remote)
+        runners = [Runner.options(num_cpus=config.runners.cpus, resources=config.runners.resources or None).remote(
+            config, endpoint) for _ in range(config.runners.count)]
+        fleet = cls(runners, endpoint, {})
+        try:
+            fleet.facts = ray.get([runner.start.remote() for runner in runners])[0]
+        except BaseException:
+            fleet.stop()
+            raise
+        return fleet
+
+    def run(self, specs: Sequence[RolloutSpec]) -> Iterator[Trajectory]:
+        """Trajectories as they end. A rollout whose runner died ends `infra_failed`."""
+        pending = {self.runners[number % len(self.runners)].run.remote(spec): spec for number, spec in enumerate(specs)}
+        while pending:
+            (ready, *_), _ = ray.wait(list(pending))
+            spec = pending.pop(ready)
+            try:
+                yield ray.get(ready)
+            except RayActorError as error:
+                yield Trajectory(spec.rollout_id, spec.group_id, spec.task.instance_id, [], "infra_failed",
+                                 reason=f"its runner died ({type(error).__name__})")
+
+    def stop(self) -> None:
+        for runner in self.runners:
+            ray.wait([runner.stop.remote()], timeout=STOP_TIMEOUT_S)
+        for actor in [*self.runners, self.endpoint]:
+            ray.kill(actor)
