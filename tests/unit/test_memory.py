@@ -111,9 +111,9 @@ def test_the_9b_recipe_loads_with_the_reference_values():
 
 
 def test_the_9b_recipe_says_why_of_every_value():
-    bare = [line for line in RECIPE.read_text().splitlines()
-            if re.match(r"  \w+: \S", line) and "#" not in line and not re.match(r"  (name|source|heldout_source):", line)]
-    assert bare == []
+    bare = [line.split(":")[0].strip() for line in RECIPE.read_text().splitlines()
+            if re.match(r"  \w+: \S", line) and "#" not in line]
+    assert set(bare) <= {"name", "source", "heldout_source"}
 
 
 @pytest.mark.parametrize("words", ["", *VARIANTS.values()], ids=["as it stands", *VARIANTS])
