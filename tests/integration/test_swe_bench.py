@@ -95,8 +95,8 @@ def test_a_model_behind_a_url_is_measured(data, tmp_path, capsys, ray_session, m
                                                "model": {"model_class": "litellm"}}}}))
     monkeypatch.setenv("MODEL_KEY", "sesame")
     try:
-        done = main(["run", str(data / "data.json"), "--config", str(config), "--checkouts", str(data / "checkouts"), "-i",
-                     "shop__shop-add", "-i", "shop__shop-gap", "--url", f"http://127.0.0.1:{server.server_port}/v1",
+        done = main(["run", str(data / "data.json"), "--config", str(config), "--checkouts", str(data / "checkouts"),
+                     "-i", "shop__shop-add", "-i", "shop__shop-gap", "--url", f"http://127.0.0.1:{server.server_port}/v1",
                      "--model", "far", "--key-env", "MODEL_KEY"])
     finally:
         server.shutdown()
