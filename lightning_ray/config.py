@@ -134,6 +134,34 @@ class ContainerConfig(Part):
     """Whether an image that the daemon does not have is pulled (once, before its first sandbox) or is an error."""
 
 
+class KubernetesConfig(Part):
+    """`sandbox.backend: kubernetes`: a Job for each sandbox, in the cluster that this process runs in or that a
+    kubeconfig names. `jobs/kubernetes/sandboxes.yaml` has the namespace and the rights that it needs."""
+
+    namespace: str = Field(default="lightning-ray-sandboxes", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    context: str | None = None
+    """Context of the kubeconfig; null: the cluster that this process runs in, else the kubeconfig's current context."""
+    template: Path | None = None
+    """A YAML file with a part of a Job, merged with ours: what places a pod, as node selectors, tolerations, pull
+    secrets, requests. A field that could loosen the isolation is refused by name."""
+    service_account: str = Field(default="default", min_length=1)
+    """Of the pods. Its token is never mounted."""
+    read_only_root: bool = False
+    """The image's file system read-only; the workspace, /tmp and /run are written to in any case."""
+    pending_timeout_s: float = Field(default=600, gt=0)
+    """So long a pod may wait for a node and its image. This is not the agent's clock."""
+    lifetime_s: float = Field(default=7200, ge=60)
+    """The cluster ends a running sandbox after this, whatever became of its runner; above every other timeout."""
+    ttl_s: int = Field(default=60, ge=0)
+    """The cluster removes an ended Job after this, if its runner did not."""
+    proxy_pods: dict[str, str] = {"lightning-ray/part": "runner"}
+    """Labels of the pods that the proxies run in, which the network policy lets sandboxes reach; empty: the proxies run
+    outside the cluster, and their address is let through instead."""
+    proxy_namespace: str = "lightning-ray"
+    commands_at_once: int = Field(default=64, ge=1)
+    """Commands that one runner has running inside its sandboxes at the same time (a thread each)."""
+
+
 class SandboxConfig(Part):
     backend: Literal["bubblewrap", "container", "kubernetes"] = "bubblewrap"
     memory_mb: int = Field(default=1024, ge=16)
@@ -146,6 +174,7 @@ class SandboxConfig(Part):
     """Container image for tasks that name none (`image_name`), and for the check before a run. It needs bash, git, tar
     and python3. Bubblewrap shows this machine's own system instead."""
     container: ContainerConfig = ContainerConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     allow_unsafe: bool = False
     """Run without the isolation that this machine cannot give. Never needed where user namespaces work."""
 
@@ -207,8 +236,11 @@ class SamplingConfig(Part):
 
 
 class ProxyConfig(Part):
+    host: str = "127.0.0.1"
+    """Address that the TCP endpoints listen on. Sandboxes on other machines (kubernetes) need 0.0.0.0; every rollout's
+    endpoint has a secret token in its path."""
     port: int = Field(default=0, ge=0, le=65535)
-    """TCP port on the loopback; 0 takes a free one."""
+    """TCP port; 0 takes a free one."""
     keepalive_s: float = Field(default=15, gt=0)
     max_body_mb: int = Field(default=32, ge=1)
     max_concurrent_calls: int = Field(default=64, ge=1)
@@ -388,6 +420,22 @@ class Config(Part):
     schedule: ScheduleConfig = ScheduleConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def fits_a_cluster(self) -> Self:
+        if self.sandbox.backend != "kubernetes":
+            return self
+        if not self.sandbox.image:
+            raise ValueError("sandbox.image: '' names no image. sandbox.backend kubernetes needs one (with bash, git, "
+                             "tar and python3) for tasks that name none and for the look at the first pod")
+        longest = max(self.harness.timeout_s, self.reward.timeout_s)
+        if self.sandbox.kubernetes.lifetime_s <= longest:
+            raise ValueError(f"sandbox.kubernetes.lifetime_s ({self.sandbox.kubernetes.lifetime_s:g}) must be above "
+                             f"harness.timeout_s and reward.timeout_s ({longest:g})")
+        if self.harness.kind == "command" and self.proxy.host in ("127.0.0.1", "localhost", "::1"):
+            raise ValueError(f"proxy.host: {self.proxy.host!r} is not reached from a pod. Give 0.0.0.0, or this "
+                             "machine's address")
+        return self
 
     @classmethod
     def load(cls, path: str | Path | None, overrides: Sequence[str] = (), given: dict[str, Any] | None = None) -> Self:

@@ -99,7 +99,7 @@ class Runner:
 
     async def _start(self) -> Rollouts:
         config = self._config
-        chosen = self._backend = await asyncio.to_thread(backend.choose, config.sandbox)
+        chosen = self._backend = await asyncio.to_thread(backend.choose, config.sandbox, config.run.name)
         self._facts, self._janitor = chosen.report, chosen.janitor
         await asyncio.to_thread(_clean_up, self._janitor)
         self._scratch = Scratch()

@@ -35,11 +35,13 @@ class Backend:
     """Sandboxes of one runner that may be coming up at the same time."""
 
 
-def choose(config: SandboxConfig) -> Backend:
-    """Check this machine and pick. Bubblewrap takes about 50 ms. Callable from any thread, with or without an event
-    loop."""
+def choose(config: SandboxConfig, run: str = "run") -> Backend:
+    """Check this machine, or the cluster, and pick. Bubblewrap takes about 50 ms. Callable from any thread, with or
+    without an event loop. `run` names the run where a cluster's objects must be told apart."""
     if config.backend == "kubernetes":
-        raise SandboxUnavailable("sandbox.backend: 'kubernetes' is not there yet; use bubblewrap or container")
+        from lightning_ray.sandbox.kubernetes.backend import open_backend
+
+        return open_backend(config, run)
     return _container(config) if config.backend == "container" else _bubblewrap(config)
 
 
@@ -73,8 +75,14 @@ def _bubblewrap(config: SandboxConfig) -> Backend:
 
 
 def check(config: SandboxConfig) -> None:
-    """Raise `SandboxUnavailable` where this machine cannot give what the settings ask for."""
-    choose(config)
+    """Raise `SandboxUnavailable` where this machine cannot give what the settings ask for, `ConfigError` for settings
+    that fit nowhere. A cluster is asked by the runners, which may run where this process does not."""
+    if config.backend == "kubernetes":
+        from lightning_ray.sandbox.kubernetes.manifest import read_template
+
+        read_template(config.kubernetes.template)
+    else:
+        choose(config).close()
 
 
 def report(without: dict[str, str], faults: list[str]) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 import secrets
 import shlex
 from pathlib import Path
+from typing import Protocol
 
 from lightning_ray.sandbox import pack
 from lightning_ray.sandbox.base import ExecResult, PatchUnavailable, SandboxDied, SandboxError, SandboxSpec
-from lightning_ray.sandbox.shell import Shell
 
 FILE_BYTES = 16 * 2**20
 """Largest file that `get` returns."""
@@ -18,11 +18,21 @@ NO_SUCH_FILE = 44
 """Exit status of our own commands."""
 
 
+class Runs(Protocol):
+    """Runs commands inside, one after the other: `shell.Shell` through pipes, or a backend's own way."""
+
+    async def run(self, command: str, *, timeout_s: float, env: dict[str, str] | None = None, stdin: bytes = b"",
+                  output_bytes: int | None = None) -> ExecResult: ...
+
+    async def run_raw(self, command: str, timeout_s: float, env: dict[str, str] | None = None, stdin: bytes = b"",
+                      output_bytes: int | None = None) -> tuple[bytes, int, bool, bool]: ...
+
+
 class Commands:
     """Mixed into a sandbox, which sets `_shell` when it has started."""
 
     spec: SandboxSpec
-    _shell: Shell | None = None
+    _shell: Runs | None = None
     _workspace: str
     """Where the workspace lies, as the shell sees it."""
     _scratch: str
@@ -41,7 +51,7 @@ class Commands:
         return await self._live.run(command, timeout_s=timeout_s, env=env, stdin=stdin)
 
     @property
-    def _live(self) -> Shell:
+    def _live(self) -> Runs:
         if self._shell is None:
             raise SandboxDied("the sandbox is not running")
         return self._shell

@@ -1,0 +1,88 @@
+"""The kubernetes backend: opens the cluster, runs one Job, and looks at it from inside before the first rollout.
+
+A network policy is no isolation where the cluster's network does not enforce it, which the API server does not say: the
+Job tries to reach the API server, and a connection is a refusal to start.
+"""
+
+import functools
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kubernetes.client import Configuration
+
+from lightning_ray.config import SandboxConfig
+from lightning_ray.sandbox import probe
+from lightning_ray.sandbox.backend import Backend
+from lightning_ray.sandbox.base import Limits, SandboxError, SandboxSpec, SandboxUnavailable
+from lightning_ray.sandbox.kubernetes.cluster import Cluster
+from lightning_ray.sandbox.kubernetes.sandbox import KubernetesSandbox
+
+STARTS_AT_ONCE = 1000
+"""Pods that wait cost the runner nothing; how many run at once is `runners.rollouts`."""
+ELSEWHERE = ("interfaces", "environment", "shell")
+"""Parts of the common look that say nothing here: a pod has an interface and its image's variables, and no shell of
+ours is inside."""
+REPORT = {
+    "user": "non-root", "system_calls": "seccomp RuntimeDefault", "network": "NetworkPolicy",
+    "limits": {"memory": "cgroup", "cpu": "cgroup", "pids": "the node's (podPidsLimit)"},
+}
+SCRIPT = probe.SCRIPT.removesuffix("exit 0\n") + r"""
+[ "$(id -u)" = 0 ] && echo "root yes"
+[ -e /var/run/secrets/kubernetes.io ] && echo "token yes"
+if [ -n "$KUBERNETES_SERVICE_HOST" ]; then
+  timeout 5 bash -c 'exec 3<>"/dev/tcp/$KUBERNETES_SERVICE_HOST/$KUBERNETES_SERVICE_PORT"' 2>/dev/null &&
+    echo "network $KUBERNETES_SERVICE_HOST"
+else echo "network.unknown yes"; fi
+exit 0
+"""
+
+
+def open_backend(config: SandboxConfig, run: str, configuration: Configuration | None = None) -> Backend:
+    """Raises `SandboxUnavailable` and `ConfigError`. Takes as long as a pod needs to start, its image included."""
+    cluster = Cluster(config, run, configuration)
+    try:
+        left = cluster.sweep()
+        wrong = probe.apart(_look(cluster))
+    except SandboxError as error:
+        cluster.close()
+        raise SandboxUnavailable(f"no sandbox can be started in the cluster: {error}") from error
+    except BaseException:
+        cluster.close()
+        raise
+    if wrong and not config.allow_unsafe:
+        cluster.close()
+        raise SandboxUnavailable("the sandbox does not isolate: " + "; ".join(wrong))
+    report: dict[str, Any] = {"backend": "kubernetes", "namespace": cluster.namespace, "image": config.image, **REPORT}
+    report |= {key: value for key, value in (("unsafe", wrong), ("removed", left)) if value}
+    return Backend(functools.partial(KubernetesSandbox, cluster), report, cluster.sweep, cluster.close, STARTS_AT_ONCE)
+
+
+async def _look(cluster: Cluster) -> list[str]:
+    with tempfile.TemporaryDirectory(prefix="lightning_ray-check-") as directory:
+        sandbox = KubernetesSandbox(cluster, SandboxSpec(f"check-{secrets.token_hex(4)}", Path(directory), Limits()))
+        try:
+            await sandbox.start()
+            done = await sandbox.exec(SCRIPT, timeout_s=probe.TIMEOUT_S)
+        finally:
+            await sandbox.stop()
+    if done.returncode or done.timed_out:
+        raise SandboxError(f"the probe failed: {done.output.strip()[-300:]}")
+    return faults(done.output)
+
+
+def faults(said: str) -> list[str]:
+    """What is wrong with a pod, from the script's output."""
+    wrong = probe.faults(said, {}, set(), ELSEWHERE)
+    facts = dict(line.partition(" ")[::2] for line in said.splitlines())
+    if "root" in facts:
+        wrong.append("it runs as root")
+    if "token" in facts:
+        wrong.append("it has a service account's token")
+    if "network" in facts:
+        wrong.append(f"it reaches the API server at {facts['network']}: the cluster's network does not enforce network "
+                     "policies (install a network plugin that does, as Calico or Cilium)")
+    if "network.unknown" in facts:
+        wrong.append("whether network policies are enforced cannot be tried: the pod does not know the API server")
+    return wrong
