@@ -236,9 +236,9 @@ class SamplingConfig(Part):
 
 
 class ProxyConfig(Part):
-    host: str = "127.0.0.1"
-    """Address that the TCP endpoints listen on. Sandboxes on other machines (kubernetes) need 0.0.0.0; every rollout's
-    endpoint has a secret token in its path."""
+    host: Literal["127.0.0.1", "0.0.0.0"] = "127.0.0.1"
+    """Where the TCP endpoints listen. Sandboxes on other machines (kubernetes) need every address, 0.0.0.0; each
+    rollout's endpoint has a secret token in its path."""
     port: int = Field(default=0, ge=0, le=65535)
     """TCP port; 0 takes a free one."""
     keepalive_s: float = Field(default=15, gt=0)
@@ -432,9 +432,8 @@ class Config(Part):
         if self.sandbox.kubernetes.lifetime_s <= longest:
             raise ValueError(f"sandbox.kubernetes.lifetime_s ({self.sandbox.kubernetes.lifetime_s:g}) must be above "
                              f"harness.timeout_s and reward.timeout_s ({longest:g})")
-        if self.harness.kind == "command" and self.proxy.host in ("127.0.0.1", "localhost", "::1"):
-            raise ValueError(f"proxy.host: {self.proxy.host!r} is not reached from a pod. Give 0.0.0.0, or this "
-                             "machine's address")
+        if self.harness.kind == "command" and self.proxy.host == "127.0.0.1":
+            raise ValueError("proxy.host: '127.0.0.1' is not reached from a pod. Give 0.0.0.0")
         return self
 
     @classmethod

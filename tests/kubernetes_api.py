@@ -32,6 +32,8 @@ from lightning_ray.sandbox.filesystem import ALIASES
 FIXTURES = json.loads((Path(__file__).parent / "unit" / "kubernetes_objects.json").read_text())
 """Statuses of pods and Jobs, and watch events, as the API reference describes them."""
 NAMESPACE = "lightning-ray-sandboxes"
+CONTROLLER = "X-Controller"
+"""Header of the server's own requests."""
 RUNTIME = """
 import json, os, socket, subprocess, sys, threading
 listener = socket.socket(fileno=int(sys.argv[1]))
@@ -106,7 +108,7 @@ class Cluster:
         self.environment = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "9"}
         """Port 9 is closed: the network policy holds."""
         self.requests: list[tuple[str, str]] = []
-        """Method and path, query included, of every request."""
+        """Method and path, query included, of every request from outside."""
         self.refuse: Callable[[web.BaseRequest], web.Response | None] = lambda request: None
         """Answers a request in the API server's place."""
         self.pods: dict[str, Pod] = {}
@@ -158,7 +160,8 @@ class Cluster:
             await runner.cleanup()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.requests.append((request.method, request.path_qs))
+        if CONTROLLER not in request.headers:
+            self.requests.append((request.method, request.path_qs))
         if (refused := self.refuse(request)) is not None:
             return refused
         if request.path.endswith("/exec"):
@@ -175,7 +178,7 @@ class Cluster:
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> None:
         url = f"http://127.0.0.1:{self.port}/api/v1/namespaces/{NAMESPACE}/{path}"
-        async with self._client.request(method, url, json=body) as response:
+        async with self._client.request(method, url, json=body, headers={CONTROLLER: "1"}) as response:
             assert response.status < 300, await response.text()
 
     async def _job_changed(self, request: Any) -> None:

@@ -3,6 +3,7 @@
 Plain data that travels between processes, so this file imports nothing heavy: a runner never pays for vLLM.
 """
 
+import socket
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,3 +33,13 @@ class Endpoint:
     token: str
     api_key: str = "none"
     """What a Python harness sends as its key, outside the sandbox. Our own proxy asks for none."""
+
+
+def reached_at(host: str) -> str:
+    """The address by which others reach a socket that listens on `host`: of every address (0.0.0.0), this machine's
+    own towards the network. Nothing is sent. OSError where there is no network."""
+    if host != "0.0.0.0":
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # an address for documentation (RFC 5737)
+        return probe.getsockname()[0]

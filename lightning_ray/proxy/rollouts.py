@@ -26,7 +26,7 @@ from aiohttp import web
 from lightning_ray.config import ProxyConfig
 from lightning_ray.proxy.capture import Capture
 from lightning_ray.proxy.codec import Codec
-from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
+from lightning_ray.proxy.endpoint import Endpoint, OpenRollout, reached_at
 from lightning_ray.proxy.engine import Engine
 from lightning_ray.proxy.errors import NotFound
 from lightning_ray.proxy.gate import Gate
@@ -77,7 +77,7 @@ class ProxyServer:
         self.address: tuple[str, int] | None = None
 
     async def start(self, *, restored: bool = False) -> tuple[str, int]:
-        """Listen on the loopback. `restored`: go on with what an earlier process left in the journal directory;
+        """Listen on `proxy.host`. `restored`: go on with what an earlier process left in the journal directory;
         otherwise what lies there is from a run that is over, and is removed.
 
         OSError where the port is taken.
@@ -93,10 +93,10 @@ class ProxyServer:
                 self._remove_remains(kept)
         listener = kept.pop(TCP, None)
         if listener is None:
-            listener = socket.create_server(("127.0.0.1", self.config.port), backlog=BACKLOG)
+            listener = socket.create_server((self.config.host, self.config.port), backlog=BACKLOG)
             if self.keeper is not None:
                 self.keeper.hold(TCP, listener)
-        self.address = ("127.0.0.1", listener.getsockname()[1])
+        self.address = (reached_at(self.config.host), listener.getsockname()[1])
         for name, inside in kept.items():
             await self._take_over(name, inside)
         self._site = await self.front.serve(listener, self._over_tcp)

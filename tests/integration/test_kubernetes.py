@@ -4,8 +4,10 @@ import asyncio
 import json
 import socket
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 from aiohttp import web
 
 from lightning_ray.config import RewardConfig, SandboxConfig
@@ -27,6 +29,7 @@ from tests.sandboxes import make_task
 
 JOBS, PODS, SECRETS = "batch/v1/jobs", "v1/pods", "v1/secrets"
 LEASES, POLICIES = "coordination.k8s.io/v1/leases", "networking.k8s.io/v1/networkpolicies"
+ROLES = Path(__file__).parents[2] / "jobs" / "kubernetes" / "sandboxes.yaml"
 ENDPOINT = "http://127.0.0.1:8080/r/TOKEN"
 SETTINGS = SandboxConfig(backend="kubernetes", image="sandbox:1", kubernetes={"pending_timeout_s": 20})
 
@@ -276,6 +279,32 @@ def test_law6_a_network_that_does_not_enforce_policies_is_refused(server):
             open_backend(SETTINGS, "tests", server.configuration)
     server.environment["KUBERNETES_SERVICE_PORT"] = "9"
     assert server.names(JOBS) == [] and server.names(LEASES) == before
+
+
+async def test_law6_the_role_in_jobs_allows_what_is_asked_and_hardly_more(server, workspace, monkeypatch):
+    monkeypatch.setattr(clusters, "RENEW_S", 0.05)
+    before = len(server.requests)
+    backend = await asyncio.to_thread(open_backend, SETTINGS, "rights", server.configuration)
+    sandbox = backend.make(SandboxSpec("r0", workspace, endpoint=ENDPOINT))
+    await sandbox.start()
+    await asyncio.to_thread(backend.make.args[0].last_words, sandbox.job)
+    await sandbox.stop()
+    await asyncio.sleep(0.2)
+    await asyncio.to_thread(backend.close)
+    asked = {right(method, path) for method, path in server.requests[before:]}
+    role = next(each for each in yaml.safe_load_all(ROLES.read_text()) if each["kind"] == "Role")
+    allowed = {(verb, name) for rule in role["rules"] for name in rule["resources"] for verb in rule["verbs"]}
+    assert asked <= allowed
+    assert allowed - asked <= {("get", "jobs"), ("patch", "networkpolicies"), ("create", "pods/exec")}
+
+
+def right(method: str, path: str) -> tuple[str, str]:
+    """The verb and the resource that a request needs."""
+    path, _, query = path.partition("?")
+    resource, *name = path.partition("/namespaces/")[2].split("/")[1:]
+    verb = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}.get(method) or (
+        "get" if name else "watch" if "watch=" in query else "list")
+    return verb, "/".join([resource, *name[1:]])
 
 
 async def test_a_grader_brings_its_test_runner_into_a_pod(backend, tmp_path):

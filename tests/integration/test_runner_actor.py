@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import ray
+import yaml
 
 from lightning_ray.config import Config
 from lightning_ray.harness.runner import Runner
 from lightning_ray.harness.scratch import PREFIX
 from tests.integration.scripted_proxy import Answer, ScriptedProxy
-from tests.integration.test_runner import FIX, spec
+from tests.integration.test_runner import AGENT, FIX, spec
+from tests.kubernetes_api import Cluster
 
 CONFIG = Config(harness={"entry": "tests.integration.harnesses:run", "workers": 1,
                          "settings": {"steps": ["model", FIX, "model"]}})
@@ -21,8 +23,8 @@ CONFIG = Config(harness={"entry": "tests.integration.harnesses:run", "workers": 
 
 @ray.remote(num_cpus=0)
 class ProxyActor(ScriptedProxy):
-    def __init__(self, delay_s: float) -> None:
-        super().__init__(lambda rollout, number: Answer("hm", delay_s=delay_s))
+    def __init__(self, delay_s: float, text: str = "hm") -> None:
+        super().__init__(lambda rollout, number: Answer(text, delay_s=delay_s))
 
     def opened(self) -> int:
         return len(self.rollouts)
@@ -110,13 +112,41 @@ def test_law8_a_runner_may_be_killed_and_nothing_stays_behind():
 
 
 def test_law6_a_machine_without_the_sandbox_refuses_to_start_and_says_so():
-    config = CONFIG.model_copy(update={"sandbox": CONFIG.sandbox.model_copy(update={"backend": "kubernetes"})})
+    config = Config(sandbox={"backend": "kubernetes", "image": "x", "kubernetes": {"context": "nowhere"}})
     runner = Runner.options(num_cpus=0).remote(config, ProxyActor.remote(0.0))
-    with pytest.raises(Exception, match=r"sandbox\.backend: 'kubernetes'"):
+    with pytest.raises(Exception, match=r"sandbox\.kubernetes\.context: 'nowhere'"):
         ray.get(runner.start.remote())
     record = ray.get(runner.run.remote(spec("r0")))
     assert record.end == "infra_failed" and "the runner could not start" in record.reason
     ray.kill(runner)
+
+
+def test_rollouts_run_as_jobs_of_a_cluster_and_nothing_stays_there(tmp_path):
+    with Cluster(tmp_path) as server:
+        kubeconfig = tmp_path / "kubeconfig"
+        kubeconfig.write_text(yaml.safe_dump({
+            "apiVersion": "v1", "kind": "Config", "current-context": "tests", "users": [{"name": "u", "user": {}}],
+            "clusters": [{"name": "c", "cluster": {"server": server.configuration.host}}],
+            "contexts": [{"name": "tests", "context": {"cluster": "c", "user": "u"}}]}))
+        config = Config(
+            harness={"kind": "command", "command": ["python3", "/tmp/agent/main.py", "{task}", "{model}"],
+                     "files": {"/tmp/agent/main.py": AGENT}},
+            sandbox={"backend": "kubernetes", "image": "sandbox:1"}, proxy={"host": "0.0.0.0"})
+        proxy = ProxyActor.remote(0.0, "a + b")
+        ray.get(proxy.start.remote())
+        place = {"num_cpus": 0, "runtime_env": {"env_vars": {"KUBECONFIG": str(kubeconfig)}}}
+        runner = Runner.options(**place).remote(config, proxy)
+        facts = ray.get(runner.start.remote())
+        assert (facts["backend"], facts["network"]) == ("kubernetes", "NetworkPolicy")
+        records = ray.get([runner.run.remote(spec(f"r{number}")) for number in range(3)])
+        assert [(record.end, record.passed, len(record.calls)) for record in records] == [("graded", True, 1)] * 3
+        jobs = [path for method, path in server.requests if method == "POST" and path.endswith("/jobs")]
+        assert len(jobs) == 7  # the first look, and an agent's and a grader's for each rollout
+        ray.get(runner.stop.remote())
+        ray.kill(runner)
+        for resource in ("batch/v1/jobs", "v1/pods", "v1/secrets", "coordination.k8s.io/v1/leases"):
+            assert server.names(resource) == []
+        assert server.names("networking.k8s.io/v1/networkpolicies") == ["lightning-ray-sandbox"]
 
 
 def test_a_runner_imports_no_engine():

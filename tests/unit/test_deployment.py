@@ -9,8 +9,11 @@ import yaml
 from kubernetes import client
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from lightning_ray.config import KubernetesConfig
+from lightning_ray.sandbox.kubernetes.manifest import no_network
+
 ROOT = Path(__file__).parents[2]
-MANIFESTS = [document for name in ("rbac", "network", "rayjob")
+MANIFESTS = [document for name in ("rbac", "network", "rayjob", "sandboxes")
              for document in yaml.safe_load_all((ROOT / "jobs" / "kubernetes" / f"{name}.yaml").read_text())]
 SECRET = re.compile(r"(password|secret|access_?key|api_?key|private_?key)\w*\s*[:=]|AKIA|-----BEGIN", re.IGNORECASE)
 
@@ -87,3 +90,15 @@ def test_pods_that_hold_agents_have_no_identity():
         spec = group["template"]["spec"]
         assert spec["automountServiceAccountToken"] is False and spec["serviceAccountName"] not in bound
         assert spec["serviceAccountName"] in accounts
+
+
+def test_sandboxes_have_a_namespace_of_their_own_with_one_role_and_no_network():
+    ours = [each for each in MANIFESTS if each["metadata"].get("namespace") == "lightning-ray-sandboxes"]
+    assert sorted(each["kind"] for each in ours) == ["NetworkPolicy", "Role", "RoleBinding", "ServiceAccount"]
+    (policy,) = [each for each in ours if each["kind"] == "NetworkPolicy"]
+    assert policy == no_network("lightning-ray-sandboxes")
+    settings = KubernetesConfig()
+    assert settings.namespace == "lightning-ray-sandboxes" and settings.proxy_namespace == "lightning-ray"
+    job = next(each for each in MANIFESTS if each["kind"] == "RayJob")["spec"]
+    runner = job["rayClusterSpec"]["workerGroupSpecs"][1]["template"]
+    assert settings.proxy_pods.items() <= runner["metadata"]["labels"].items()
