@@ -104,7 +104,9 @@ def chain(start: bytes, messages: Sequence[Message]) -> list[bytes]:
     """`len(messages) + 1` digests; number `k` names the settings and the first `k` messages."""
     digests = [start]
     for message in messages:
-        digests.append(blake2b(digests[-1] + message_digest(message), digest_size=16).digest())
+        if message.link is None or message.link[0] != digests[-1]:
+            message.link = (digests[-1], blake2b(digests[-1] + message_digest(message), digest_size=16).digest())
+        digests.append(message.link[1])
     return digests
 
 

@@ -48,10 +48,10 @@ class History:
     """By index of the call."""
     ends: dict[bytes, list[Answered]] = field(default_factory=dict)
     """Digest of a conversation with its answer -> the calls that ended so."""
-    known: dict[bytes, int] = field(default_factory=dict)
-    """Digest of every prefix of every conversation -> length in messages of the longest conversation through it."""
-    prompts: set[bytes] = field(default_factory=set)
-    """Digests of whole prompts."""
+    known: set[bytes] = field(default_factory=set)
+    """Digests of every prefix of every conversation."""
+    prompts: dict[bytes, Sequence[bytes]] = field(default_factory=dict)
+    """Digest of a whole prompt -> the digests of its prefixes."""
     raw: list[Answered] = field(default_factory=list)
     """Calls whose prompt was no conversation."""
     quotes: list[str] = field(default_factory=list)
@@ -59,10 +59,8 @@ class History:
 
     def add_prompt(self, chain: Sequence[bytes]) -> None:
         """A prompt was answered (or is being answered): its prefixes are known from now on."""
-        length = len(chain) - 1
-        for digest in chain[1:]:
-            self.known[digest] = max(length, self.known.get(digest, 0))
-        self.prompts.add(chain[-1])
+        self.known.update(chain[1:])
+        self.prompts[chain[-1]] = chain
 
     def add_child(self, parent: int | None) -> None:
         """A call goes on from `parent`."""
@@ -74,12 +72,11 @@ class History:
         self.answered[answered.call] = answered
         self.raw.append(answered)
 
-    def add_answer(self, digest: bytes, chain: Sequence[bytes], answered: Answered) -> None:
+    def add_answer(self, digest: bytes, answered: Answered) -> None:
         """An answer was given; `digest` names its conversation with the answer appended."""
         self.answered[answered.call] = answered
         self.ends.setdefault(digest, []).append(answered)
-        for known in (*chain[1:], digest):
-            self.known[known] = max(answered.messages, self.known.get(known, 0))
+        self.known.add(digest)
         if len(answered.answer.content) >= QUOTED_ANSWER:
             self.quotes.append(answered.answer.content.strip()[:4 * QUOTED_ANSWER])
 
@@ -92,7 +89,9 @@ class History:
         found = []
         for position in range(len(chain) - 1, 0, -1):
             calls = self.ends.get(chain[position])
-            if calls:
+            if calls and len(calls) == 1:
+                found.append((position, calls))
+            elif calls:
                 sent = [call.get("id") for call in messages[position - 1].get("tool_calls") or []]
                 found.append((position, sorted(calls, key=lambda one: (
                     [call.id for call in one.answer.tool_calls] != sent, one.children > 0, one.call,
@@ -109,7 +108,7 @@ class History:
         """
         if refused:
             return refused
-        shared = max((k for k in range(1, len(chain)) if chain[k] in self.known), default=0)
+        shared = next((k for k in range(len(chain) - 1, 0, -1) if chain[k] in self.known), 0)
         if chain[-1] in self.prompts:
             return "resampled"
         if continued is not None:
@@ -121,6 +120,12 @@ class History:
         while leading < len(messages) and messages[leading].get("role") in LEADING_ROLES:
             leading += 1
         if shared > leading:
-            return "compacted" if len(messages) < self.known[chain[shared]] else "rewritten_history"
+            return "compacted" if len(messages) < self._longest(chain[shared], shared) else "rewritten_history"
         written = "\n".join(text for message in messages[leading:] for text in texts(message.get("content")))
         return "compacted" if any(quote in written for quote in self.quotes) else "new_conversation"
+
+    def _longest(self, prefix: bytes, length: int) -> int:
+        """Messages of the longest conversation that begins with `prefix` of `length` messages, each prompt with the
+        answer that it got or waits for."""
+        through = (len(chain) for chain in self.prompts.values() if length < len(chain) and chain[length] == prefix)
+        return max(through, default=length)

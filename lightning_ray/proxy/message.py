@@ -15,7 +15,7 @@ CONVERSATIONS = 4
 class Message(dict[str, Any]):
     """One message in plain form. Nobody changes it once it is made. Pickled, it is a plain dictionary."""
 
-    __slots__ = ("digest", "entries", "restored", "source")
+    __slots__ = ("digest", "entries", "link", "restored", "source")
 
     def __init__(self, fields: dict[str, Any], source: Any = None) -> None:
         super().__init__(fields)
@@ -23,6 +23,8 @@ class Message(dict[str, Any]):
         """The message as it was sent, where the same again means the same."""
         self.digest: bytes | None = None
         """What tells it from other messages (`conversation.py`)."""
+        self.link: tuple[bytes, bytes] | None = None
+        """Digest of a conversation, and of that conversation with this message appended."""
         self.entries: tuple[str, list[Any]] | None = None
         """What the template is given of it, for a content format of vLLM's (`codec.py`)."""
         self.restored: Message | None = None

@@ -226,7 +226,7 @@ class Session:
             self.history.add_raw(answered)
         else:
             (_, name) = chain(sampled.chain[-1], [choice.answer.message()])
-            self.history.add_answer(name, sampled.chain, answered)
+            self.history.add_answer(name, answered)
         return index
 
     def replay(self, entries: Iterable[tuple]) -> None:
