@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 LOCK   := .ci/cpu.lock
 READY  := $(VENV)/.ready
 
-.PHONY: quickstart test test-harnesses lint lock clean
+.PHONY: quickstart test test-harnesses test-architectures lint lock clean
 
 quickstart: $(READY)
 	@$(BIN)/lightning-ray train jobs/quickstart.yaml
@@ -16,6 +16,9 @@ test: $(READY)
 
 test-harnesses: $(READY)
 	@$(BIN)/python -m pytest tests/harnesses -m harnesses
+
+test-architectures: $(READY)
+	@$(BIN)/python -m pytest tests/integration/test_architectures.py -m architectures
 
 lint: $(READY)
 	@$(BIN)/ruff check lightning_ray jobs tests benchmarks

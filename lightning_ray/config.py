@@ -277,8 +277,32 @@ class GeneratorConfig(Part):
     """More `AsyncEngineArgs`, by vLLM's own names."""
 
 
+class LoraSettings(Part):
+    """Low-rank adapters are trained instead of the weights. What is published and exported are ordinary weights, with
+    the adapters merged in; checkpoints hold the adapters only."""
+
+    rank: int = Field(default=32, ge=1)
+    alpha: float = Field(default=64, gt=0)
+    """An adapter's product counts alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """On what goes into an adapter, while learning. The log-prob gap then holds its noise."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Linear layers by the ends of their names (`q_proj`), or all inside the model (the output projection is none)."""
+
+    @model_validator(mode="after")
+    def some_target(self) -> Self:
+        if not self.target_modules:
+            raise ValueError("learner.lora.target_modules is []: nothing would be trained. Name layers, or all-linear")
+        return self
+
+
 class LearnerConfig(Part):
     ranks: int = Field(default=1, ge=1)
+    sequence_parallel: int = Field(default=1, ge=1)
+    """So many ranks read each micro-batch together, each a part of its positions (Ulysses: they exchange attention
+    heads). For contexts whose activations do not fit on one. Divides `ranks` and the model's attention heads."""
+    lora: LoraSettings | None = None
+    """null: all weights are trained."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of weights and activations; the optimizer's are float32 always. `auto`: bfloat16 where the processor multiplies
     it natively (GPUs, CPUs with AMX or AVX512-BF16), else float32, which is then ten times faster."""
@@ -297,7 +321,7 @@ class LearnerConfig(Part):
     """AdamW's epsilon. A larger one damps the first updates of a tiny policy."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     micro_batch_tokens: int = Field(default=8192, ge=64)
-    """Padded tokens of one micro-batch."""
+    """Padded tokens of one micro-batch on each rank that reads it. A longer sample goes alone."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer steps over the samples of one step (the samples are split, not repeated)."""
     threads: int = Field(default=2, ge=1)
@@ -309,6 +333,14 @@ class LearnerConfig(Part):
             raise ValueError(f"learner.offload_params needs learner.zero_stage 3, not {self.zero_stage}")
         if self.offload_optimizer and self.zero_stage < 1:
             raise ValueError("learner.offload_optimizer needs learner.zero_stage 1, 2 or 3, not 0")
+        return self
+
+    @model_validator(mode="after")
+    def whole_teams(self) -> Self:
+        if self.ranks % self.sequence_parallel:
+            raise ValueError(
+                f"learner.sequence_parallel ({self.sequence_parallel}) must divide learner.ranks ({self.ranks})"
+            )
         return self
 
 
@@ -326,7 +358,8 @@ class AlgorithmConfig(Part):
     mis_cap: float | None = Field(default=None, gt=1)
     """Masked importance sampling instead: tokens whose weight is outside [1 / mis_cap, mis_cap] do not train."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty to the policy that the run began with; above 0 that policy is kept in memory."""
+    """Weight of the KL penalty to the policy that the run began with; above 0 that policy is kept in memory
+    (with `learner.lora` it is the policy without its adapters, and costs none)."""
 
     @model_validator(mode="after")
     def one_correction(self) -> Self:

@@ -5,9 +5,10 @@
 Sizes are bytes on one device. Learner and generator share it. The estimate counts tensors whose size follows from the
 settings; fragmentation and libraries are `RESERVE`. Mixed-precision AdamW holds, for each parameter, 2 bytes of weight,
 2 of gradient, and 12 of float32 weight and two moments (Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 3);
-ZeRO stages 1, 2, 3 split the last, the last two, all of them over the ranks. Activations with checkpointing: the input
-of each layer, and one layer whole (Korthikanti et al. 2022, arXiv:2205.05198, section 4: `34 s h` bytes in 16 bits,
-without the attention matrix, which fused attention never holds).
+ZeRO stages 1, 2, 3 split the last, the last two, all of them over the ranks. With `learner.lora` gradient and optimizer
+are those of the adapters (all linear layers are assumed). Ranks that split sequences hold their part of a context.
+Activations with checkpointing: the input of each layer, and one layer whole (Korthikanti et al. 2022, arXiv:2205.05198,
+section 4: `34 s h` bytes in 16 bits, without the attention matrix, which fused attention never holds).
 """
 
 from collections.abc import Mapping
@@ -38,6 +39,8 @@ class Shape:
     head: int
     state: int
     """Values of fixed state that one sequence holds in all other layers (gated delta nets)."""
+    widths: int
+    """Inputs and outputs of all linear layers inside the model: what each rank of LoRA adds in parameters."""
 
 
 def shape_of(settings: Mapping[str, Any]) -> Shape:
@@ -58,20 +61,23 @@ def shape_of(settings: Mapping[str, Any]) -> Shape:
     linear = [kind for kind in layer_kinds(text) if kind == "linear_attention"]
     gated = 2 if linear else 1  # Qwen's hybrid models give attention an output gate of the size of the queries
     attention = hidden * head * (gated * heads + 2 * kv_heads) + heads * head * hidden
-    delta = state = 0
+    full_widths = 4 * hidden + head * ((gated + 1) * heads + 2 * kv_heads)
+    delta = delta_widths = state = 0
     if linear:
         keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
         values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
         gates = 2 * text["linear_num_value_heads"]
         kernel = text.get("linear_conv_kernel_dim", 4)
         delta = hidden * (2 * keys + 2 * values + gates) + values * hidden + kernel * (2 * keys + values)
+        delta_widths = 5 * hidden + 2 * keys + 3 * values + gates
         state = len(linear) * (text["linear_num_value_heads"] * text["linear_key_head_dim"]
                                * text["linear_value_head_dim"] + kernel * (2 * keys + values))
     full = layers - len(linear)
+    widths = full * full_widths + len(linear) * delta_widths + layers * 3 * (hidden + inner)
     tied = text.get("tie_word_embeddings", settings.get("tie_word_embeddings", False))
     parameters = (full * attention + len(linear) * delta + layers * (3 * hidden * inner + 2 * hidden)
                   + vocabulary * hidden * (1 if tied else 2) + hidden)
-    return Shape(parameters, layers, hidden, vocabulary, full, kv_heads, head, state)
+    return Shape(parameters, layers, hidden, vocabulary, full, kv_heads, head, state, widths)
 
 
 def layer_kinds(text: Mapping[str, Any]) -> list[str]:
@@ -107,10 +113,11 @@ def estimate(shape: Shape, config: Config) -> Estimate:
     def split(size: int, from_stage: int) -> int:
         return -(-size // ranks) if stage >= from_stage else size
 
-    optimizer = split(12 * count, 1)
+    trained = count if learner.lora is None else learner.lora.rank * shape.widths
+    optimizer, gradients = split(12 * trained, 1), split(width * trained, 2)
     weights = split(width * count, 3)
     gathered = width * shape.hidden * shape.vocabulary if stage >= 3 else 0  # the embedding, the largest module
-    tokens = max(config.policy.max_context, learner.micro_batch_tokens)
+    tokens = max(-(-config.policy.max_context // learner.sequence_parallel), learner.micro_batch_tokens)
     layer = 34 * tokens * shape.hidden
     kept = 2 * tokens * shape.hidden * shape.layers if learner.gradient_checkpointing else layer * (shape.layers - 1)
     element = BYTES[generator.dtype]
@@ -121,7 +128,7 @@ def estimate(shape: Shape, config: Config) -> Estimate:
     parts = {
         "learner: weights": 0 if learner.offload_params else weights,
         "learner: gathered module": gathered,
-        "learner: gradients": 0 if learner.offload_optimizer else split(width * count, 2),
+        "learner: gradients": 0 if learner.offload_optimizer else gradients,
         "learner: optimizer": 0 if learner.offload_optimizer else optimizer,
         "learner: activations": layer + kept,
         "learner: logits": 3 * 4 * CHUNK_LOGITS,
@@ -129,7 +136,9 @@ def estimate(shape: Shape, config: Config) -> Estimate:
         "generator: KV cache": max(longest, generator.max_num_seqs * average),
         "reserve": RESERVE,
     }
-    host = ranks * ((split(width * count, 2) + optimizer if learner.offload_optimizer else 0)
+    if config.algorithm.kl_coef > 0 and learner.lora is None:
+        parts["learner: reference"] = width * count
+    host = ranks * ((gradients + optimizer if learner.offload_optimizer else 0)
                     + (weights if learner.offload_params else 0))
     return Estimate(parts, host, per_token, longest)
 
@@ -154,6 +163,8 @@ def advice(found: Estimate, config: Config, device_bytes: int) -> list[str]:
         relief.append((parts["learner: activations"] // 2, "learner.gradient_checkpointing: true"))
     if not learner.offload_params and learner.zero_stage >= 3:
         relief.append((parts["learner: weights"], "learner.offload_params: true"))
+    if learner.lora is None:
+        relief.append((parts["learner: optimizer"] + parts["learner: gradients"], "learner.lora: {}"))
     if config.policy.max_context > 8192:
         relief.append((parts["learner: activations"] // 2, "half of policy.max_context and learner.micro_batch_tokens"))
     said += [f"{name} frees {size / GIB:.1f} GiB" for size, name in sorted(relief, reverse=True) if size > GIB // 10]

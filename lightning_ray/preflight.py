@@ -19,6 +19,7 @@ def preflight(config: Config, *, policy: bool = True) -> None:
     whether the configuration's own is used."""
     if policy:
         check_policy(config.policy)
+        check_adapter(config)
     check_harness(config.harness, in_image=config.sandbox.backend != "bubblewrap")
     check_port(config.proxy.port)
     check_disk(config.run.dir)
@@ -26,6 +27,15 @@ def preflight(config: Config, *, policy: bool = True) -> None:
         check_sandbox(config.sandbox)
     except SandboxUnavailable as error:
         raise ConfigError(f"sandbox.backend: {config.sandbox.backend!r} cannot isolate here. {error}") from None
+
+
+def check_adapter(config: Config) -> None:
+    """That `learner.lora.target_modules` are layers of the model: seconds, where they are given by name."""
+    lora, path = config.learner.lora, config.policy.path
+    if lora is not None and path is not None and lora.target_modules != "all-linear":
+        from lightning_ray.learner.adapter import check_targets
+
+        check_targets(path.expanduser(), lora)
 
 
 def check_port(port: int) -> None:

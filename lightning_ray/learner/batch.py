@@ -5,6 +5,9 @@ into *micro-batches* of at most `budget` tokens, padding counted. Every rank has
 where one has less to do, an empty one takes part in the collective operations and adds nothing. Since the loss is a
 sum over tokens that carry their own weight, it does not depend on how samples are divided.
 
+Where ranks read sequences together (`learner.sequence_parallel`), a team of them is one rank here, and each of its
+ranks takes a `Part` of every packed micro-batch.
+
 Two layouts of a micro-batch, `input_ids` [rows, width]:
   packed  one row, samples one after the other, no padding. For models whose only mixing of positions is attention
           (`attention.py` keeps samples apart).
@@ -208,3 +211,39 @@ def _empty() -> MicroBatch:
     one, nothing = np.zeros((1, 1), dtype=np.int64), np.zeros(1, dtype=np.int64)
     zero = np.zeros(1, dtype=np.float32)
     return MicroBatch((), one, one, (1,), nothing, nothing, zero, np.full(1, -1, np.int32), zero, zero, nothing)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank of a team reads of a packed micro-batch. Names as in `MicroBatch`."""
+
+    input_ids: np.ndarray
+    """int64 [1, width]: `width` is the same on all ranks of a team."""
+    position_ids: np.ndarray
+    lengths: tuple[int, ...]
+    """Of all samples of the whole micro-batch; what fills it up to a multiple of the team is a sample of its own."""
+    select: np.ndarray
+    """int64, positions in this part. A part that predicts no trained token still selects one, so that its rank takes
+    part in the backward pass."""
+    targets: np.ndarray
+    own: np.ndarray
+    """int64 [n]: which of the N trained tokens of the micro-batch this part predicts."""
+
+
+def part_of(batch: MicroBatch, position: int, size: int) -> Part:
+    """The part of rank `position` in a team of `size`."""
+    width = batch.input_ids.shape[1]
+    share = -(-width // size)
+    filling = share * size - width
+    here = slice(position * share, (position + 1) * share)
+    own = np.flatnonzero((batch.select >= here.start) & (batch.select < here.stop))
+    select, targets = batch.select[own] - here.start, batch.targets[own]
+    nothing = np.zeros(1, dtype=np.int64)
+    return Part(
+        input_ids=np.pad(batch.input_ids, ((0, 0), (0, filling)))[:, here],
+        position_ids=np.concatenate([batch.position_ids, np.arange(filling)[None]], axis=1)[:, here],
+        lengths=batch.lengths + ((filling,) if filling else ()),
+        select=select if len(own) else nothing,
+        targets=targets if len(own) else nothing,
+        own=own,
+    )

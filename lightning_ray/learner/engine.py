@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ from torch import Tensor
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from lightning_ray.config import AlgorithmConfig, LearnerConfig
-from lightning_ray.learner.batch import MicroBatch, build, plan, read_length, split_updates, update_scale
-from lightning_ray.learner.losses import TokenLoss, Tokens, policy_loss
-from lightning_ray.learner.model import load_scorer, native_dtype
+from lightning_ray.learner.adapter import published, switched_off
+from lightning_ray.learner.batch import MicroBatch, build, part_of, plan, read_length, split_updates, update_scale
+from lightning_ray.learner.losses import Tokens, policy_loss
+from lightning_ray.learner.model import Scorer, load_scorer, native_dtype
 from lightning_ray.learner.optimizer import learning_rate, make_optimizer
+from lightning_ray.learner.sequence import Team
+from lightning_ray.learner.totals import Totals
 from lightning_ray.trajectory.samples import Sample
 
 CHECKPOINT = "learner"
@@ -69,6 +73,7 @@ class Learner:
         self.config, self.algorithm, self.temperature = config, algorithm, temperature
         self.model_dir = Path(model_dir)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.team = Team(config.sequence_parallel)
         self.updates = 0
         self.total_updates = total_steps * config.updates_per_step
         on_gpu = torch.cuda.is_available()
@@ -76,12 +81,13 @@ class Learner:
         settings = _deepspeed_settings(config, self.dtype)
         partitioned = HfDeepSpeedConfig(settings) if config.zero_stage == 3 else None  # in force while it lives
         self.scorer = load_scorer(
-            self.model_dir, dtype=self.dtype, gradient_checkpointing=config.gradient_checkpointing
+            self.model_dir, dtype=self.dtype, gradient_checkpointing=config.gradient_checkpointing,
+            lora=config.lora, team=self.team,
         )
         del partitioned
         self.reference = None
-        if algorithm.kl_coef > 0:  # whole on each rank
-            self.reference = load_scorer(self.model_dir, dtype=self.dtype, gradient_checkpointing=False)
+        if algorithm.kl_coef > 0 and config.lora is None:  # whole on each rank
+            self.reference = load_scorer(self.model_dir, dtype=self.dtype, team=self.team)
             self.reference.eval().requires_grad_(False).to("cuda" if on_gpu else "cpu")
         parameters = [p for p in self.scorer.parameters() if p.requires_grad]
         optimizer = make_optimizer(parameters, config, on_gpu=on_gpu)
@@ -100,6 +106,9 @@ class Learner:
         """What was built, for the records of a run."""
         return {
             "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self.scorer.policy.parameters()),
+            "trained_parameters": sum(
+                getattr(p, "ds_numel", p.numel()) for p in self.scorer.policy.parameters() if p.requires_grad
+            ),
             "dtype": str(self.dtype).removeprefix("torch."),
             "layout": self.scorer.layout,
             "zero_stage": self.config.zero_stage,
@@ -125,7 +134,7 @@ class Learner:
         proximal: list[list[np.ndarray | None]] = [[None] * len(part) for part in batches]
         if self.algorithm.proximal == "recomputed":  # before the first update; the first needs no pass of its own
             proximal[1:] = [[self._score(batch) for batch in part] for part in batches[1:]]
-        totals = _Totals()
+        totals = Totals()
         for number, (part, known) in enumerate(zip(batches, proximal, strict=True)):
             self._update(part, known, version if number == 0 else None, totals)
         metrics = totals.reduced()
@@ -137,11 +146,12 @@ class Learner:
         self, samples: Sequence[Sample], lengths: Sequence[int], part: Sequence[int], scale: float
     ) -> list[MicroBatch]:
         layout = self.scorer.layout
-        shares = plan(lengths, part, ranks=self.ranks, budget=self.config.micro_batch_tokens, layout=layout)
-        return [build(samples, batch, layout=layout, scale=scale) for batch in shares[self.rank]]
+        budget = self.config.micro_batch_tokens * self.team.size
+        shares = plan(lengths, part, ranks=self.team.count, budget=budget, layout=layout)
+        return [build(samples, batch, layout=layout, scale=scale) for batch in shares[self.team.number]]
 
     def _update(
-        self, batches: list[MicroBatch], proximal: list[np.ndarray | None], version: int | None, totals: _Totals
+        self, batches: list[MicroBatch], proximal: list[np.ndarray | None], version: int | None, totals: Totals
     ) -> None:
         torch.manual_seed(self.updates * self.ranks + self.rank)  # dropout, where a model has it
         rate = learning_rate(self.updates, self.config, self.total_updates)
@@ -150,14 +160,14 @@ class Learner:
         loss_sum = 0.0
         for batch, known in zip(batches, proximal, strict=True):
             with totals.timed("forward_s"):
-                logprobs, entropy = self.engine(batch, self.temperature)
-                tokens = self._tokens(batch, logprobs, known)
-                result = policy_loss(tokens, self.algorithm)
-                loss = (self._tensor(batch.weights) * result.loss).sum()
+                reference = self._reference(batch)
+                logprobs, entropy = self._read(batch, self.engine)
+                result = policy_loss(self._tokens(batch, logprobs, known, reference), self.algorithm)
+                loss = (self._tensor(batch.weights * self.team.own(batch)) * result.loss).sum()
             with totals.timed("backward_s"):
                 self.engine.backward(loss * self.ranks)
             loss_sum += loss.item()
-            if batch.samples:
+            if batch.samples and self.team.position == 0:
                 totals.add(batch, version, logprobs.detach(), entropy, result)
         mine = torch.tensor([loss_sum], dtype=torch.float64, device=self.engine.device)
         dist.all_reduce(mine)
@@ -171,25 +181,52 @@ class Learner:
         self.updates += 1
         totals.shared(loss=mine.item(), grad_norm=norm, lr=rate)
 
-    def _tokens(self, batch: MicroBatch, logprobs: Tensor, known: np.ndarray | None) -> Tokens:
+    def _tokens(
+        self, batch: MicroBatch, logprobs: Tensor, known: np.ndarray | None, reference: Tensor | None
+    ) -> Tokens:
         behaviour = self._tensor(batch.behaviour)
         if self.algorithm.proximal == "behaviour":
             proximal = behaviour
         else:
             proximal = logprobs.detach() if known is None else self._tensor(known)
-        reference = None
-        if self.reference is not None:
-            with torch.no_grad():
-                reference, _ = self.reference(batch, self.temperature)
         advantages, segments = self._tensor(batch.advantages), self._tensor(batch.segments)
         return Tokens(logprobs, behaviour, proximal, advantages, segments, reference)
+
+    def _read(self, batch: MicroBatch, model: deepspeed.DeepSpeedEngine | Scorer) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of all trained tokens of a micro-batch [N]; those read here have a gradient."""
+        if self.team.size == 1:
+            return model(batch, self.temperature)
+        part = part_of(batch, self.team.position, self.team.size)
+        found = model(part, self.temperature)
+        logprobs, entropy = (self.team.whole(values, part.own, len(batch.targets)) for values in found)
+        return logprobs, entropy
+
+    def _reference(self, batch: MicroBatch) -> Tensor | None:
+        """Log-probs [N] under the policy that the run began with, where the loss asks for them."""
+        if self.algorithm.kl_coef == 0:
+            return None
+        if self.reference is not None:
+            with torch.no_grad():
+                return self._read(batch, self.reference)[0]
+        with self._only_reading(), switched_off(self.scorer.policy):
+            return self._read(batch, self.engine)[0]
+
+    @contextmanager
+    def _only_reading(self) -> Iterator[None]:
+        """No gradient, and no dropout."""
+        self.engine.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.engine.train()
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.engine.device)
 
     def _score(self, batch: MicroBatch) -> np.ndarray:
-        with torch.no_grad():
-            return self.engine(batch, self.temperature)[0].cpu().numpy()
+        with self._only_reading():
+            return self._read(batch, self.engine)[0].cpu().numpy()
 
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """float32 [T] for each sample: the learner's log-probs of its trained tokens, 0 elsewhere. On every rank."""
@@ -221,30 +258,36 @@ class Learner:
         }
 
     def _gathered(self):  # type: ignore[no-untyped-def]
-        """(name, whole tensor as a copy on the CPU, shape) of each parameter, on rank 0."""
-        for name, parameter in self.scorer.policy.named_parameters():
+        """(name, whole tensor as a copy on the CPU, shape) of each weight, adapters merged in, on rank 0."""
+        for weight in published(self.scorer.policy):
             partitioned = self.config.zero_stage == 3
-            with deepspeed.zero.GatheredParameters([parameter], enabled=partitioned):
+            with deepspeed.zero.GatheredParameters(list(weight.parts), enabled=partitioned):
                 if self.rank == 0:
-                    yield name, parameter.detach().to("cpu", copy=True), tuple(parameter.shape)
+                    yield weight.name, weight.value().to("cpu", copy=True), weight.shape
 
     def save(self, directory: Path) -> None:
-        """Weights, optimizer and progress, for `load`; every rank writes its part below `directory`."""
+        """Weights (with `learner.lora` the adapters only), optimizer and progress, for `load`; every rank writes its
+        part below `directory`."""
         self.engine.save_checkpoint(
-            str(directory), tag=CHECKPOINT, client_state={"updates": self.updates}, save_latest=False
+            str(directory), tag=CHECKPOINT, client_state={"updates": self.updates}, save_latest=False,
+            exclude_frozen_parameters=self.config.lora is not None,
         )
 
     def load(self, directory: Path) -> None:
         """What `save` wrote, by as many ranks and the same `zero_stage`. Raises LearnerError where it is not there."""
         found = (Path(directory) / CHECKPOINT).is_dir()
-        path, state = self.engine.load_checkpoint(str(directory), tag=CHECKPOINT) if found else (None, {})
+        path, state = None, {}
+        if found:
+            path, state = self.engine.load_checkpoint(
+                str(directory), tag=CHECKPOINT, load_module_strict=self.config.lora is None
+            )
         if path is None:
             raise LearnerError(f"{directory} holds no checkpoint of a learner with these ranks and this zero_stage")
         self.updates = state["updates"]
 
     def export(self, directory: Path) -> None:
         """A Hugging Face checkpoint in the learner's dtype: config, weights, and the tokenizer's files as they were."""
-        state = {name: tensor for name, tensor, _ in self._gathered()}
+        state = {name: tensor.to(self.dtype) for name, tensor, _ in self._gathered()}
         if self.rank == 0:
             directory = Path(directory)
             directory.mkdir(parents=True, exist_ok=True)
@@ -253,77 +296,6 @@ class Learner:
                     shutil.copy2(file, directory / file.name)
             self.scorer.policy.save_pretrained(directory, state_dict=state)
         dist.barrier()
-
-
-class _Totals:
-    """Sums over tokens and updates of one step, reduced over ranks at the end."""
-
-    def __init__(self) -> None:
-        names = ("tokens", "clipped", "capped", "kl", "entropy", "gap", "gap_tokens", "read", "area")
-        self.sums = dict.fromkeys(names, 0.0)
-        self.gap_max = 0.0
-        self.seconds = dict.fromkeys(("forward_s", "backward_s", "optimizer_s"), 0.0)
-        self.per_update = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0}
-
-    def timed(self, name: str) -> _Timer:
-        return _Timer(self.seconds, name)
-
-    def shared(self, **values: float) -> None:
-        """Values of one update that are the same on every rank."""
-        for name, value in values.items():
-            self.per_update[name] += value
-
-    def add(
-        self, batch: MicroBatch, version: int | None, logprobs: Tensor, entropy: Tensor, result: TokenLoss
-    ) -> None:
-        gaps = np.abs(logprobs.cpu().numpy() - batch.behaviour)[batch.versions == version]
-        for name, value in (
-            ("tokens", len(batch.targets)),
-            ("clipped", result.clipped.sum().item()),
-            ("capped", result.capped.sum().item()),
-            ("kl", result.kl.double().sum().item()),
-            ("entropy", entropy.double().sum().item()),
-            ("gap", gaps.sum(dtype=np.float64)),
-            ("gap_tokens", len(gaps)),
-            ("read", batch.tokens),
-            ("area", batch.input_ids.size),
-        ):
-            self.sums[name] += float(value)
-        self.gap_max = max(self.gap_max, float(gaps.max(initial=0.0)))
-
-    def reduced(self) -> dict[str, float | None]:
-        """The log-prob gap is None where no token was sampled by the learner's own version."""
-        sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
-        gap_max = torch.tensor([self.gap_max], dtype=torch.float64)
-        if torch.cuda.is_available():
-            sums, gap_max = sums.cuda(), gap_max.cuda()
-        dist.all_reduce(sums)
-        dist.all_reduce(gap_max, op=dist.ReduceOp.MAX)
-        total = dict(zip(self.sums, sums.tolist(), strict=True))
-        fresh = total["gap_tokens"] > 0
-        return self.per_update | self.seconds | {
-            "clip_fraction": total["clipped"] / total["tokens"],
-            "capped_fraction": total["capped"] / total["tokens"],
-            "entropy_mean": total["entropy"] / total["tokens"],
-            "kl_mean": total["kl"] / total["tokens"],
-            "logprob_gap_mean": total["gap"] / total["gap_tokens"] if fresh else None,
-            "logprob_gap_max": gap_max.item() if fresh else None,
-            "logprob_gap_tokens": total["gap_tokens"],
-            "tokens": total["tokens"],
-            "tokens_read": total["read"],
-            "padding_share": 1 - total["read"] / total["area"],
-        }
-
-
-class _Timer:
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self.seconds, self.name = seconds, name
-
-    def __enter__(self) -> None:
-        self.started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds[self.name] += time.perf_counter() - self.started
 
 
 def _deepspeed_settings(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:

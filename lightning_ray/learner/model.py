@@ -9,9 +9,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from lightning_ray.config import LoraSettings
+from lightning_ray.learner.adapter import add_adapter
 from lightning_ray.learner.attention import PACKED, packable
-from lightning_ray.learner.batch import Layout, MicroBatch
+from lightning_ray.learner.batch import Layout, MicroBatch, Part
 from lightning_ray.learner.logprobs import LogprobHead
+from lightning_ray.learner.sequence import Team
 
 
 class UnsupportedModel(ValueError):
@@ -27,8 +30,8 @@ class Scorer(nn.Module):
         self.head = LogprobHead(policy.get_output_embeddings())
         self.layout = layout
 
-    def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs (with gradient) and entropies of the trained tokens of a micro-batch, both float32 [N]."""
+    def forward(self, batch: MicroBatch | Part, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs (with gradient) and entropies of the trained tokens that are selected, both float32 [N]."""
         device = self.head.weight.device
 
         def tensor(array) -> Tensor:  # type: ignore[no-untyped-def]
@@ -42,16 +45,32 @@ class Scorer(nn.Module):
         return self.head(chosen, tensor(batch.targets), temperature)
 
 
-def load_scorer(model_dir: Path, *, dtype: torch.dtype, gradient_checkpointing: bool) -> Scorer:
-    """The model in `model_dir`, in `dtype`; packed where its architecture allows."""
+def load_scorer(
+    model_dir: Path,
+    *,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool = False,
+    lora: LoraSettings | None = None,
+    team: Team | None = None,
+) -> Scorer:
+    """The model in `model_dir`, in `dtype`; packed where its architecture allows, split over `team` where one is given.
+    """
     config = AutoConfig.from_pretrained(model_dir)
     if getattr(config, "final_logit_softcapping", None) or getattr(config, "logit_scale", None):
         raise UnsupportedModel(f"{config.model_type} transforms its logits, which the learner does not do")
     layout: Layout = "packed" if packable(config) else "padded"
+    attention = PACKED if layout == "packed" else "sdpa"
+    if team is not None and team.size > 1:
+        if layout == "padded":
+            raise UnsupportedModel(
+                f"learner.sequence_parallel is {team.size}, and {config.model_type} has recurrent layers, which read a "
+                "sequence from its start: it cannot be split. Set it to 1"
+            )
+        attention = team.attend(config)
     disable_progress_bar()
-    policy = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=dtype, attn_implementation=PACKED if layout == "packed" else "sdpa"
-    )
+    policy = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=attention)
+    if lora is not None:
+        add_adapter(policy, lora)
     if gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Scorer(policy.train(), layout)

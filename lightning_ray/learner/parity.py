@@ -23,7 +23,7 @@ def gaps(model_dir: Path, samples: Sequence[Sample], config: LearnerConfig, temp
     before = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
-        scorer = load_scorer(model_dir, dtype=dtype, gradient_checkpointing=False).eval()
+        scorer = load_scorer(model_dir, dtype=dtype).eval()
         scorer = scorer.to("cuda") if on_gpu else scorer
         found = [np.empty(0, np.float32)]
         with torch.no_grad():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lightning_ray.learner.batch import (
     MAX_PADDING,
     build,
+    part_of,
     plan,
     read_length,
     split_updates,
@@ -147,3 +148,37 @@ def test_a_first_token_cannot_be_trained() -> None:
 ])
 def test_tokens_sampled_on_an_older_policys_cache_belong_to_no_one_policy(versions, whole):
     assert whole_versions(np.array(versions, np.int32)).tolist() == whole
+
+
+# --- parts of a micro-batch, for ranks that split sequences ---
+
+
+@given(samples(), st.integers(1, 5))
+def test_parts_make_up_the_micro_batch(made: list[Sample], size: int) -> None:
+    indices = [index for index, sample in enumerate(made) if read_length(sample)]
+    batch = build(made, indices, layout="packed")
+    parts = [part_of(batch, position, size) for position in range(size)]
+    width = batch.input_ids.shape[1]
+    together = np.concatenate([part.input_ids for part in parts], axis=1)
+    assert len({part.input_ids.shape for part in parts}) == 1 and together.shape[1] < width + size
+    assert (together[:, :width] == batch.input_ids).all()
+    positions = np.concatenate([part.position_ids for part in parts], axis=1)
+    assert (positions[:, :width] == batch.position_ids).all()
+    for part in parts:
+        assert sum(part.lengths) == together.shape[1] and part.lengths[: len(batch.lengths)] == batch.lengths
+        assert len(part.select) >= 1 and (part.select < part.input_ids.shape[1]).all()
+    if not indices:
+        return
+    assert np.concatenate([part.own for part in parts]).tolist() == list(range(len(batch.targets)))
+    for number, part in enumerate(parts):
+        where = part.select[: len(part.own)] + number * part.input_ids.shape[1]
+        assert (where == batch.select[part.own]).all()
+        assert (part.targets[: len(part.own)] == batch.targets[part.own]).all()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_empty_micro_batch_gives_every_rank_something_to_read(size: int) -> None:
+    batch = build([], (), layout="packed")
+    for position in range(size):
+        part = part_of(batch, position, size)
+        assert part.input_ids.shape == (1, 1) and part.select.tolist() == [0]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ray import memory
 from lightning_ray.learner import logprobs as subject
@@ -69,21 +70,29 @@ def test_bfloat16_weights_give_float32_logprobs() -> None:
     assert hidden.grad.dtype == head.weight.grad.dtype == torch.bfloat16
 
 
-def test_the_logits_never_exist_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "CHUNK_LOGITS", 5 * VOCABULARY)
-    largest = 0
-    original = subject._logits
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation made, in the forward or in the backward pass."""
 
-    def spy(hidden: torch.Tensor, *rest) -> torch.Tensor:
-        nonlocal largest
-        logits = original(hidden, *rest)
-        largest = max(largest, logits.numel())
-        return logits
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
 
-    monkeypatch.setattr(subject, "_logits", spy)
-    head, hidden, targets = make(torch.float32)
-    head(hidden, targets, 1.0)[0].sum().backward()
-    assert largest == 5 * VOCABULARY
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_never_exist_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(subject, "CHUNK_LOGITS", 20 * VOCABULARY)
+    head, hidden, targets = make(dtype)
+    with LargestTensor() as largest:
+        head(hidden, targets, 0.7)[0].sum().backward()
+    assert hidden.grad.abs().max() > 0 and head.weight.grad.abs().max() > 0
+    assert largest.elements == 20 * VOCABULARY  # more than the weight has, less than POSITIONS * VOCABULARY
 
 
 def test_the_projection_is_shared_not_copied() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ray.config import AlgorithmConfig
+from lightning_ray.learner.logprobs import LogprobHead
 from lightning_ray.learner.losses import LOSSES, Tokens, importance_weight, k3, policy_loss
 
 LOW, HIGH, CAP = 0.2, 0.28, 2.0
@@ -193,3 +194,73 @@ def test_the_kl_penalty_is_added_whatever_the_importance_weight() -> None:
     torch.testing.assert_close(penalised.loss - plain.loss, 0.5 * k3(t.logprobs, t.reference))
     torch.testing.assert_close(penalised.kl, k3(t.logprobs, t.reference).detach())
     assert not plain.kl.any()
+
+
+# --- gradients of a tiny model's parameters ---
+
+VOCABULARY, WIDTH, N = 7, 3, 16
+
+
+class TinyModel(torch.nn.Module):
+    """Two-token context, one hidden layer, and the learner's own head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)
+        self.hidden = torch.nn.Linear(2 * WIDTH, WIDTH, dtype=torch.float64)
+        self.head = LogprobHead(torch.nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64))
+
+    def forward(self, context: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.hidden(self.embedding(context).flatten(1))), targets, 0.8)[0]
+
+
+def objective(name: str, now: Tokens, start: Tokens, settings: AlgorithmConfig) -> float:
+    """The function whose gradient a loss gives at `start`, in a loop. What a loss holds fixed is taken from there."""
+    total = 0.0
+    for i in range(N):
+        if name == "cispo":  # its ratio is held fixed
+            ratio = math.exp(start.logprobs[i].item() - start.proximal[i].item())
+            loss = -min(max(ratio, 1 - LOW), 1 + HIGH) * now.advantages[i].item() * now.logprobs[i].item()
+        else:
+            loss, _ = REFERENCES[name](now, i)
+        weight = min(math.exp(now.proximal[i].item() - now.behaviour[i].item()), CAP)
+        log_ratio = now.reference[i].item() - now.logprobs[i].item()
+        total += weight * loss + settings.kl_coef * (math.exp(log_ratio) - log_ratio - 1)
+    return total
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_models_gradient_equals_finite_differences(name: str, kl_coef: float) -> None:
+    model, settings = TinyModel(), config(loss=name, kl_coef=kl_coef)
+    generator = torch.Generator().manual_seed(2)
+    context, targets = (torch.randint(VOCABULARY, shape, generator=generator) for shape in ((N, 2), (N,)))
+    start = model(context, targets).detach()
+
+    def noise() -> torch.Tensor:
+        return 0.4 * torch.randn(N, generator=generator, dtype=torch.float64)
+
+    proximal, segments = start + noise(), torch.arange(N) * 4 // N
+    # a weight that differs between the tokens of a sample has no sequence objective: `gspo` is tested without
+    behaviour = proximal.clone() if name == "gspo" else proximal + noise()
+    advantages = torch.tensor([1.3, -0.7, 0.4, -1.1], dtype=torch.float64)[segments]
+    reference = start + noise()
+
+    def tokens_now() -> Tokens:
+        return Tokens(model(context, targets), behaviour, proximal, advantages, segments, reference)
+
+    at_start = tokens_now()
+    policy_loss(at_start, settings).loss.sum().backward()
+    gradients = {id(parameter): parameter.grad.clone() for parameter in model.parameters()}
+    assert all(gradient.abs().max() > 1e-3 for gradient in gradients.values())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            for index in range(parameter.numel()):
+                values = []
+                for step in (1e-6, -1e-6):
+                    parameter.view(-1)[index] += step
+                    values.append(objective(name, tokens_now(), at_start, settings))
+                    parameter.view(-1)[index] -= step
+                slope = (values[0] - values[1]) / 2e-6
+                assert gradients[id(parameter)].view(-1)[index].item() == pytest.approx(slope, rel=1e-4, abs=1e-6)

@@ -62,6 +62,24 @@ def test_parts_have_the_sizes_that_zero_gives_them():
     assert estimate(shape, config()).parts["reserve"] == RESERVE
 
 
+def test_adapters_have_small_gradients_and_optimizers():
+    shape = shape_of(LLAMA_8B)
+    adapters = config(learner={"lora": {"rank": 16}, "zero_stage": 0}, algorithm={"kl_coef": 0.1})
+    found = estimate(shape, adapters).parts
+    published = 41_943_040  # peft, Llama 3 8B, rank 16, all seven projections
+    assert found["learner: optimizer"] == 12 * published and found["learner: gradients"] == 2 * published
+    assert "learner: reference" not in found  # the policy without its adapters
+    whole = estimate(shape, config(algorithm={"kl_coef": 0.1})).parts
+    assert whole["learner: reference"] == 2 * shape.parameters
+
+
+def test_ranks_that_split_sequences_hold_less_of_them():
+    shape = shape_of(LLAMA_8B)
+    plain, split = (estimate(shape, config(policy={"max_context": 65536}, learner={"sequence_parallel": n})).parts
+                    for n in (1, 4))
+    assert split["learner: activations"] * 4 == plain["learner: activations"]
+
+
 def test_checkpointing_and_tensor_parallelism_help():
     shape = shape_of(LLAMA_8B)
     plain, kept = (estimate(shape, config(learner={"gradient_checkpointing": on})) for on in (False, True))

@@ -1,7 +1,5 @@
 """The learner on tiny models of real architectures: one rank and two, every ZeRO stage, against plain PyTorch."""
 
-import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,134 +8,23 @@ import pytest
 import ray
 import torch
 
-from lightning_ray.config import AlgorithmConfig, LearnerConfig
+from lightning_ray.config import AlgorithmConfig
 from lightning_ray.learner.optimizer import learning_rate
-from lightning_ray.learner.worker import LearnerWorker, free_address, prepare_process
-from lightning_ray.trajectory.samples import Sample
-from tests.tiny_models import tiny_model
+from lightning_ray.learner.worker import LearnerWorker
+from tests.integration.learner.common import (
+    STEPS,
+    TEMPERATURE,
+    Plain,
+    everyone,
+    make_everywhere,
+    make_learner,
+    make_samples,
+    run,
+    settings,
+    unpack,
+)
 
-TEMPERATURE = 0.8
-STEPS = 3
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank() -> Iterator[None]:
-    """This process is a group of one rank; each test makes learners of its own in it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_ACCELERATOR", "cpu")
-        import cpuinfo
-
-        from lightning_ray.learner.engine import join
-
-        join(0, 1, free_address())
-        # each optimizer asks, and subprocesses answer
-        patch.setattr(cpuinfo, "get_cpu_info", functools.cache(cpuinfo.get_cpu_info))
-        yield
-    torch.distributed.destroy_process_group()
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def place_in_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What DeepSpeed asks of the environment; for each test, so that no Ray starts with it."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_SIZE", "1")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(root, name) for name in ("qwen3", "llama")}
-
-
-def settings(**fields) -> LearnerConfig:
-    return LearnerConfig(**{"dtype": "float32", "lr": 1e-3, "warmup_steps": 2, "micro_batch_tokens": 128} | fields)
-
-
-def make_samples(seed: int = 0, count: int = 10) -> list[Sample]:
-    """Mixed lengths, several trained spans, two samples of one rollout, stale tokens among fresh ones."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for index in range(count):
-        length = int(rng.integers(12, 90))
-        mask = rng.random(length) < 0.4
-        mask[:4] = False
-        mask[-1] |= not mask.any()
-        samples.append(
-            Sample(
-                token_ids=rng.integers(0, 512, length).astype(np.int32),
-                loss_mask=mask,
-                logprobs=np.where(mask, -5.5 + rng.normal(0, 1, length), 0).astype(np.float32),
-                versions=np.where(mask, rng.integers(0, 2, length), -1).astype(np.int32),
-                advantage=float(rng.normal()),
-                rollout=index // 2,
-                weight=1 / (count // 2 * max(1, int(mask.sum()))),
-            )
-        )
-    return samples
-
-
-def make_learner(model: Path, config: LearnerConfig, algorithm: AlgorithmConfig | None = None):
-    from lightning_ray.learner.engine import Learner
-
-    return Learner(model, config, algorithm or AlgorithmConfig(), temperature=TEMPERATURE, total_steps=10)
-
-
-class Plain:
-    """The same learning written out: one sample at a time, whole logits, torch's own AdamW, no DeepSpeed."""
-
-    def __init__(self, model: Path, config: LearnerConfig, algorithm: AlgorithmConfig) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.config, self.algorithm = config, algorithm
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
-        self.updates = 0
-
-    def logprobs(self, sample: Sample) -> torch.Tensor:
-        logits = self.model(torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0, :-1].float()
-        table = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-        trained = torch.from_numpy(np.flatnonzero(sample.loss_mask))
-        return table[trained - 1, torch.from_numpy(sample.token_ids.astype(np.int64))[trained]]
-
-    def step(self, samples: list[Sample]) -> tuple[float, float]:
-        self.optimizer.zero_grad()
-        total = 0.0
-        for sample in samples:
-            logprobs = self.logprobs(sample)
-            behaviour = torch.from_numpy(sample.logprobs[sample.loss_mask])
-            if self.algorithm.proximal == "recomputed":
-                proximal, weight = logprobs.detach(), torch.exp(logprobs.detach() - behaviour).clamp(max=2.0)
-            else:
-                proximal, weight = behaviour, torch.ones_like(behaviour)
-            ratio = torch.exp(logprobs - proximal)
-            low, high = 1 - self.algorithm.clip_low, 1 + self.algorithm.clip_high
-            surrogate = torch.minimum(ratio * sample.advantage, ratio.clamp(low, high) * sample.advantage)
-            loss = (sample.weight * -weight * surrogate).sum()
-            loss.backward()
-            total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm).item()
-        self.optimizer.param_groups[0]["lr"] = learning_rate(self.updates, self.config, 10)
-        self.optimizer.step()
-        self.updates += 1
-        return total, norm
-
-
-def run(learner, samples: list[Sample]) -> tuple[list[dict], dict]:
-    metrics = [learner.step(samples, version) for version in range(STEPS)]
-    return metrics, learner.weights("float32")
-
-
-def unpack(weights: dict) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.from_numpy(raw.copy()).view(getattr(torch, dtype)).view(shape)
-        for name, (raw, dtype, shape) in weights.items()
-    }
 
 
 # --- one rank ---
@@ -218,6 +105,23 @@ def test_gradient_checkpointing_changes_nothing(models: dict[str, Path]) -> None
         )
         assert checkpointed["loss"] == pytest.approx(plain["loss"], rel=1e-5)
         assert checkpointed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "offload"), [(1, {}), (2, {}), (3, {"offload_params": True})], ids=["zero1", "zero2", "zero3"]
+)
+def test_offloading_changes_nothing(models: dict[str, Path], zero_stage: int, offload: dict[str, bool]) -> None:
+    from lightning_ray.learner.engine import _deepspeed_settings
+
+    samples, config = make_samples(), settings(zero_stage=zero_stage, offload_optimizer=True, **offload)
+    asked = _deepspeed_settings(config, torch.bfloat16)["zero_optimization"]
+    assert asked["offload_optimizer"]["device"] == "cpu"
+    assert (asked.get("offload_param") or {}).get("device") == ("cpu" if offload else None)
+    measured, weights = run(make_learner(models["qwen3"], config), samples)
+    wanted, same = run(make_learner(models["qwen3"], settings(zero_stage=zero_stage)), samples)
+    assert [m["loss"] for m in measured] == pytest.approx([m["loss"] for m in wanted], rel=1e-5)
+    for name, tensor in unpack(weights).items():
+        torch.testing.assert_close(tensor, unpack(same)[name], rtol=1e-5, atol=1e-6)
 
 
 def test_logprobs_and_gap_are_those_of_the_weights_before_the_step(models: dict[str, Path]) -> None:
@@ -364,67 +268,34 @@ def test_nothing_to_learn_from_is_an_error(models: dict[str, Path]) -> None:
 # --- processes of their own ---
 
 
-@ray.remote
-class Rank:
-    """One rank that makes several learners one after the other, since starting a process takes longest."""
-
-    def __init__(self, rank: int) -> None:
-        prepare_process(rank, 2, threads=1, on_gpu=False)
-        self.rank = rank
-
-    def join(self, address: tuple[str, int]) -> None:
-        from lightning_ray.learner.engine import join
-
-        join(self.rank, 2, address)
-
-    def make(self, model: Path, config: LearnerConfig) -> None:
-        self.learner = make_learner(model, config)
-
-    def call(self, method: str, *arguments):
-        return getattr(self.learner, method)(*arguments)
-
-
-@pytest.fixture(scope="module")
-def two_ranks(ray_session: None) -> Iterator[list]:
-    actors = [Rank.options(num_cpus=0.1).remote(rank) for rank in range(2)]
-    address = free_address()
-    ray.get([actor.join.remote(address) for actor in actors])
-    yield actors
-    for actor in actors:
-        ray.kill(actor)
-
-
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_two_ranks_equal_one(models: dict[str, Path], tmp_path: Path, two_ranks: list, zero_stage: int) -> None:
     config = settings(zero_stage=zero_stage, ranks=2, threads=1)
     samples = make_samples(count=9)  # an uneven share: one rank takes part with an empty micro-batch
 
-    def everyone(method: str, *arguments):
-        return ray.get([actor.call.remote(method, *arguments) for actor in two_ranks])
-
-    ray.get([actor.make.remote(models["llama"], config) for actor in two_ranks])
+    make_everywhere(two_ranks, models["llama"], config)
     reference = make_learner(models["llama"], settings(zero_stage=zero_stage))
-    scores = everyone("logprobs", samples)
+    scores = everyone(two_ranks, "logprobs", samples)
     for mine, theirs, wanted in zip(*scores, reference.logprobs(samples), strict=True):
         np.testing.assert_array_equal(mine, theirs)
         np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
     shared = ray.put(samples)
     for step in range(STEPS):
         version = step % 2  # whose tokens are among the samples
-        one, two = everyone("step", shared, version)
+        one, two = everyone(two_ranks, "step", shared, version)
         alone = reference.step(samples, version)
         for name in ("loss", "grad_norm", "entropy_mean", "logprob_gap_mean", "logprob_gap_max", "tokens", "lr"):
             assert one[name] == two[name], name
             assert one[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
-    published, nothing = everyone("weights", "float32")
+    published, nothing = everyone(two_ranks, "weights", "float32")
     assert nothing == {}
     wanted = unpack(reference.weights("float32"))
     for name, tensor in unpack(published).items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5)
-    everyone("save", tmp_path)
-    one, _ = everyone("step", shared, STEPS)
-    everyone("load", tmp_path)
-    again, _ = everyone("step", shared, STEPS)
+    everyone(two_ranks, "save", tmp_path)
+    one, _ = everyone(two_ranks, "step", shared, STEPS)
+    everyone(two_ranks, "load", tmp_path)
+    again, _ = everyone(two_ranks, "step", shared, STEPS)
     assert again["loss"] == one["loss"] and again["grad_norm"] == one["grad_norm"]
 
 
