@@ -24,6 +24,7 @@ import shlex
 import signal
 import termios
 import time
+import weakref
 from dataclasses import dataclass
 
 from lightning_ray.sandbox.base import ExecResult, SandboxDied
@@ -35,6 +36,7 @@ LONGEST_ARGUMENT = 120_000
 """Linux takes at most 128 KiB for one argument of a program."""
 KILL_TIMEOUT_S = 5.0
 KILL_PAUSE_S = 0.005
+_TURNS: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]" = weakref.WeakKeyDictionary()
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -137,6 +139,7 @@ class Shell:
         return await self._drive(self._script(command, env, len(stdin)), stdin, timeout_s, cap)
 
     async def _drive(self, script: bytes, stdin: bytes, timeout_s: float, cap: int) -> tuple[bytes, int, bool, bool]:
+        await _turn()
         before = _children(self._pid)
         output = _Output(self._pipes.output, cap)
         writers = [_Writer(self._pipes.script, script)]
@@ -292,6 +295,13 @@ class _Writer:
         if self._waits:
             self._waits = False
             self._loop.remove_writer(self._descriptor)
+
+
+async def _turn() -> None:
+    """Once for one caller in each round of the event loop. A bash that is written to may take this CPU at once, for a
+    millisecond; a thousand commands that begin in one round would stall everything else for seconds."""
+    async with _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        await asyncio.sleep(0)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

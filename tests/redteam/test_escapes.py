@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ray.sandbox.base import Limits, Mount
+from lightning_ray.sandbox.base import Limits, Mount, SandboxError
 from lightning_ray.sandbox.network import listen_inside
 from lightning_ray.tasks.workspaces import Workspaces
 from tests import podman
@@ -377,6 +377,35 @@ async def test_law6_the_shared_workspace_on_the_host_does_not_change(running, wo
     assert {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()} == before
 
 
+async def test_law6_files_of_the_kernel_give_nothing(running, workspace):
+    script = """
+        for f in /proc/kcore /proc/kmsg /proc/kpageflags /proc/kpagecount /proc/vmallocinfo /proc/slabinfo \\
+                 /proc/1/mem /proc/1/stack /sys/kernel/debug/* /sys/kernel/tracing/trace /sys/firmware/*/*; do
+          [ "$(timeout 2 head -c 1 $f 2>/dev/null | wc -c)" = 0 ] || echo read $f
+        done
+        for f in /proc/sys/kernel/* /proc/sys/fs/* /proc/sys/vm/* /sys/kernel/* /sys/fs/cgroup/*; do
+          [ -w $f ] && [ -f $f ] && case $f in
+            *kernel/msg*|*kernel/sem*|*kernel/shm*|*kernel/*_msgmni|*kernel/ns_last_pid|*kernel/pid_max) ;;  # its own
+            *) echo writable $f;;
+          esac
+        done
+        echo end
+    """
+    assert await attack(running, workspace, script) == "end\n"
+
+
+async def test_law6_links_lead_nowhere_else(running, workspace):
+    """What the host reads of a sandbox and writes into it is resolved inside it."""
+    async with running(workspace) as sandbox:
+        await sandbox.exec("ln -s /etc/shadow s; ln -s / r; mkfifo f; ln /etc/passwd h; ln -s /usr/bin u", timeout_s=10)
+        for name in ("s", "f", "h", "r/root/.bashrc", "r/proc/kcore"):
+            with pytest.raises((FileNotFoundError, SandboxError)):
+                await sandbox.get(name)
+        assert (await sandbox.get("r/etc/hostname")).strip() == b"sandbox"
+        with pytest.raises(SandboxError, match="could not be written"):
+            await sandbox.put({"u/sh": b"evil"})
+
+
 # ---- resources and persistence
 
 
@@ -417,6 +446,25 @@ async def test_inodes_are_bounded_by_memory_and_end_with_the_sandbox(running, wo
 async def test_open_files_are_bounded(running, workspace):
     code = "import os\nn = 0\ntry:\n    while True:\n        os.dup(0); n += 1\nexcept OSError:\n    print(n)\n"
     assert int(await attack(running, workspace, f'ulimit -n 1000000 2>/dev/null; python3 -c "{code}"')) <= 4096
+
+
+@root_only
+async def test_what_one_user_may_hold_is_held_against_it_alone(running, workspace):
+    """The kernel counts inotify instances, and much else, by user: each sandbox is another one."""
+    take = """
+        import ctypes, time
+        libc = ctypes.CDLL(None)
+        held = 0
+        while held < LIMIT and libc.inotify_init() >= 0:
+            held += 1
+        print(held, flush=True)
+        time.sleep(HOLD)
+    """
+    async with running(workspace) as greedy, running(workspace) as other:
+        hold = python(take.replace("LIMIT", "3000").replace("HOLD", "60"))
+        await greedy.exec(f"({hold}) >/tmp/held 2>&1 &\nuntil [ -s /tmp/held ]; do sleep 0.05; done", timeout_s=20)
+        done = await other.exec(python(take.replace("LIMIT", "3").replace("HOLD", "0")), timeout_s=20)
+    assert done.output == "3\n"
 
 
 async def test_endless_output_does_not_grow_the_host(running, workspace):

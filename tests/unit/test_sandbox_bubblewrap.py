@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ray.sandbox import limits
+from lightning_ray.sandbox import limits, shell
 from lightning_ray.sandbox.base import (
     Limits,
     Mount,
@@ -179,3 +179,22 @@ def test_it_dies_with_a_process_that_ends_normally(workspace):
         time.sleep(0.01)
     assert not alive(int(done.stdout))
     limits.janitor()
+
+
+async def test_commands_that_begin_at_once_begin_in_rounds_of_their_own_of_the_event_loop():
+    rounds = 0
+
+    async def count():
+        nonlocal rounds
+        while True:
+            await asyncio.sleep(0)
+            rounds += 1
+
+    async def begin() -> int:
+        await shell._turn()
+        return rounds
+
+    counting = asyncio.create_task(count())
+    began = await asyncio.gather(*(begin() for _ in range(50)))
+    counting.cancel()
+    assert len(set(began)) == 50 and rounds >= 50
