@@ -5,10 +5,15 @@ BIN    := $(VENV)/bin
 LOCK   := .ci/cpu.lock
 READY  := $(VENV)/.ready
 
-.PHONY: quickstart test test-harnesses test-architectures lint lock clean
+.PHONY: quickstart laptop test test-harnesses test-architectures test-recipes lint lock clean
 
 quickstart: $(READY)
 	@$(BIN)/lightning-ray train jobs/quickstart.yaml
+
+# SmolLM2-135M on the quickstart's tasks: under an hour on two cores.
+laptop: $(READY)
+	@$(BIN)/python jobs/fetch_smollm2.py
+	@$(BIN)/lightning-ray train jobs/swe_laptop.yaml
 
 test: $(READY)
 	@$(BIN)/ruff check lightning_ray jobs tests benchmarks
@@ -19,6 +24,9 @@ test-harnesses: $(READY)
 
 test-architectures: $(READY)
 	@$(BIN)/python -m pytest tests/integration/test_architectures.py -m architectures
+
+test-recipes: $(READY)
+	@$(BIN)/python -m pytest tests/recipes -m recipes
 
 lint: $(READY)
 	@$(BIN)/ruff check lightning_ray jobs tests benchmarks

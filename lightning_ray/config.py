@@ -38,9 +38,12 @@ class RunConfig(Part):
 
 
 class WarmStartConfig(Part):
-    """A tiny policy made on the spot: random weights, a tokenizer of its own, then supervised warm-up on
-    demonstrations whose choice is random, so that the format is known and the answer is not."""
+    """A policy made on the spot: random weights and a tokenizer of its own, or those of `model`, then supervised
+    warm-up on demonstrations whose choice is random, so that the format is known and the answer is not."""
 
+    model: Path | None = None
+    """A model directory in Hugging Face format whose tokenizer knows ChatML's marks; `hidden_size`, `layers` and
+    `heads` are not used then."""
     hidden_size: int = Field(default=128, ge=32)
     layers: int = Field(default=2, ge=1)
     heads: int = Field(default=4, ge=1)
@@ -56,7 +59,7 @@ class PolicyConfig(Part):
     path: Path | None = None
     """Model directory in Hugging Face format, with a tokenizer that has a chat template."""
     warm_start: WarmStartConfig | None = None
-    """Make a tiny policy instead of loading one."""
+    """Make a policy by supervised warm-up instead of loading one."""
     name: str = "policy"
     """The model name that harnesses use."""
     chat_template: Path | None = None

@@ -27,7 +27,7 @@ from lightning_ray.generator.worker import GeneratorWorker
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.observe.progress import Progress
 from lightning_ray.observe.records import versions
-from lightning_ray.policy.source import policy_directory
+from lightning_ray.policy.source import model_digest, policy_directory
 from lightning_ray.preflight import preflight
 from lightning_ray.ray_session import RaySession
 from lightning_ray.remote_model import RemoteFleet, RemoteModel, configured
@@ -41,8 +41,6 @@ from lightning_ray.trainer import rollout_seed
 from lightning_ray.trajectory.archive import write_rollouts
 from lightning_ray.trajectory.call import Trajectory
 
-HASHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-"""Files of a model directory that decide what it says."""
 STOP_TIMEOUT_S = 20
 
 
@@ -217,15 +215,6 @@ def kind_of(reason: str) -> str:
 
 def predictions_file(sample: int) -> str:
     return f"predictions{f'-{sample}' if sample else ''}.jsonl"
-
-
-def model_digest(directory: Path) -> str:
-    """SHA-256 over names and contents of the model's files."""
-    total = hashlib.sha256()
-    for path in sorted({path for pattern in HASHED for path in directory.glob(pattern)}):
-        with path.open("rb") as file:
-            total.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return total.hexdigest()
 
 
 def compare_files(first: Path, second: Path) -> dict[str, Any]:

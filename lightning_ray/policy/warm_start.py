@@ -1,4 +1,5 @@
-"""Makes a tiny policy on the spot: a tokenizer, a model with random weights, and a supervised warm-up.
+"""Makes a policy on the spot: a tokenizer and a model with random weights, or those of a model directory, and a
+supervised warm-up.
 
 The warm-up shows whole conversations with the harness (`demonstrations.py`) whose decisive choice is random. It
 teaches the format and nothing about the answers, and so it sets the rate that training starts from: about one in the
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from lightning_ray.config import ConfigError, WarmStartConfig
 from lightning_ray.policy import chat_template, demonstrations, tiny
+from lightning_ray.policy.source import model_digest
 from lightning_ray.tasks import one_line_bugs
 
 Progress = Callable[[int, int, float], None]
@@ -60,15 +62,7 @@ def make_policy(
         raise unwritable(config, error) from error
     try:
         tokenizer, examples = prepare(config, settings)
-        model = tiny.build_model(
-            tokenizer,
-            hidden_size=config.hidden_size,
-            layers=config.layers,
-            heads=config.heads,
-            positions=POSITIONS,
-            initializer_range=INITIALIZER_RANGE,
-            seed=config.seed,
-        )
+        model = start_model(config, tokenizer)
         warm_up(model, examples, config, progress)
         try:
             model.save_pretrained(unfinished)
@@ -94,8 +88,9 @@ def fingerprint(config: WarmStartConfig, settings: dict[str, Any]) -> str:
     """Hash of everything that made a policy: settings, the code that makes it, library versions."""
     files = [Path(module.__file__) for module in (chat_template, demonstrations, tiny, one_line_bugs)]
     made_by = {
-        "config": config.model_dump(mode="json", exclude={"cache"}),
+        "config": config.model_dump(mode="json", exclude={"cache", "model"}),
         "settings": settings,
+        "model": model_digest(config.model.expanduser()) if config.model else None,
         "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in [*files, Path(__file__)]],
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
     }
@@ -112,9 +107,34 @@ def prepare(config: WarmStartConfig, settings: dict[str, Any]) -> tuple[PreTrain
         demonstrations.segments(messages)
         for messages in islice(demonstrations.demonstrations(settings, config.seed), DEMONSTRATIONS)
     ]
-    texts = ("".join(text for text, _ in conversation) for conversation in conversations[:TOKENIZER_TEXTS])
-    tokenizer = tiny.train_tokenizer(texts, VOCABULARY)
+    if config.model is not None:
+        tokenizer = tokenizer_of(config.model.expanduser())
+    else:
+        texts = ("".join(text for text, _ in conversation) for conversation in conversations[:TOKENIZER_TEXTS])
+        tokenizer = tiny.train_tokenizer(texts, VOCABULARY)
     return tokenizer, [encode(tokenizer, conversation) for conversation in conversations]
+
+
+def tokenizer_of(directory: Path) -> PreTrainedTokenizerFast:
+    """The directory's own, with the chat template of policies that are made here. Raises `ConfigError`."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    marks = [chat_template.START_OF_TURN, chat_template.END_OF_TURN]
+    if unknown := [mark for mark in marks if len(tokenizer(mark, add_special_tokens=False).input_ids) != 1]:
+        raise ConfigError(f"policy.warm_start.model: the tokenizer in {directory} has no token {unknown[0]!r}. Give a "
+                          "model with ChatML's marks")
+    if tokenizer.eos_token != chat_template.END_OF_TURN:
+        raise ConfigError(f"policy.warm_start.model: answers of {directory} end with {tokenizer.eos_token!r}, not with "
+                          f"{chat_template.END_OF_TURN!r}. Give a model that was tuned for chat")
+    tokenizer.chat_template = chat_template.CHAT_TEMPLATE
+    return tokenizer
+
+
+def start_model(config: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """What the warm-up begins with, in float32."""
+    if config.model is not None:
+        return AutoModelForCausalLM.from_pretrained(config.model.expanduser(), dtype=torch.float32)
+    return tiny.build_model(tokenizer, hidden_size=config.hidden_size, layers=config.layers, heads=config.heads,
+                            positions=POSITIONS, initializer_range=INITIALIZER_RANGE, seed=config.seed)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, conversation: list[tuple[str, bool]]) -> Example:
@@ -136,7 +156,7 @@ def learning_rate(config: WarmStartConfig, step: int) -> float:
 
 
 def warm_up(
-    model: Qwen3ForCausalLM, examples: list[Example], config: WarmStartConfig, progress: Progress | None
+    model: PreTrainedModel, examples: list[Example], config: WarmStartConfig, progress: Progress | None
 ) -> None:
     """Supervised training on what the policy says in the examples, in float32."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01)

@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_ray.config import Config, ConfigError, WarmStartConfig
-from lightning_ray.policy import tiny, warm_start
+from lightning_ray.config import Config, ConfigError, PolicyConfig, WarmStartConfig
+from lightning_ray.policy import chat_template, tiny, warm_start
 from lightning_ray.policy.chat_template import ANSWER_START
 from lightning_ray.policy.demonstrations import Conversation, demonstrations, random_choice, segments, steps
+from lightning_ray.policy.source import check_policy
 from lightning_ray.tasks.one_line_bugs import OPERATORS, WORDS, instances
+from tests.tiny_models import tiny_model
 
 SETTINGS = Config.load(Path(__file__).parents[2] / "jobs" / "quickstart.yaml").harness.settings
 
@@ -167,6 +169,31 @@ def test_everything_that_makes_a_policy_is_in_its_name(tmp_path):
     assert len(names) == 4
     moved = config.model_copy(update={"cache": tmp_path / "elsewhere"})
     assert warm_start.fingerprint(moved, SETTINGS) == warm_start.fingerprint(config, SETTINGS)
+
+
+@pytest.mark.usefixtures("few_demonstrations")
+def test_a_model_can_be_warmed_up_instead_of_random_weights(tmp_path):
+    own = tiny_model(tmp_path, "llama")
+    config = small(tmp_path / "cache", model=own)
+    path = warm_start.make_policy(config, SETTINGS)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    before = AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).lm_head.weight
+    assert model.config.architectures == ["LlamaForCausalLM"] and model.lm_head.weight.shape == before.shape
+    moved = (model.lm_head.weight - before).abs()
+    assert 0 < moved.max() < 0.1, "three steps from where it was"
+    assert tokenizer.chat_template == chat_template.CHAT_TEMPLATE
+    assert tokenizer("ab").input_ids == AutoTokenizer.from_pretrained(own)("ab").input_ids
+    assert warm_start.fingerprint(config, SETTINGS) != warm_start.fingerprint(small(tmp_path), SETTINGS)
+
+
+def test_a_model_without_chatmls_marks_is_refused(tmp_path):
+    own = tiny_model(tmp_path, "llama")
+    settings = json.loads((own / "tokenizer_config.json").read_text())
+    (own / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|endoftext|>"}))
+    with pytest.raises(ConfigError, match=r"warm_start\.model: answers of .* end with '<\|endoftext\|>'"):
+        warm_start.make_policy(small(tmp_path / "cache", model=own), SETTINGS)
+    with pytest.raises(ConfigError, match=r"policy\.warm_start\.model: .* is no model directory"):
+        check_policy(PolicyConfig(warm_start={"model": tmp_path / "nowhere"}))
 
 
 @pytest.mark.usefixtures("few_demonstrations")
