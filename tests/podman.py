@@ -49,7 +49,8 @@ def service(directory: Path) -> Iterator[tuple[str, str]]:
         _image(podman, environment, image)
     socket = directory / "podman.sock"
     command = [*podman, "system", "service", "--time=0", f"unix://{socket}"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=environment, cwd=directory,  # where conmon leaves its notes
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 30
         while not socket.exists():
