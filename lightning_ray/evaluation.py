@@ -53,7 +53,7 @@ class Evaluation:
                  remote: RemoteModel | None = None):
         """`remote`: the model to measure, where it is not the configuration's policy."""
         self.config = configured(config, remote) if remote else config
-        self._remote = remote
+        self.remote = remote
         self.progress = progress or Progress()
         self._split = split
         self.run: RunDirectory | None = None
@@ -62,23 +62,23 @@ class Evaluation:
         """Runs all rollouts, writes the record, gives what `results.json` holds. Raises `ConfigError` for bad input
         before anything starts, `NothingJudged` where no rollout could be run."""
         self.progress.phase("checking")
-        preflight(self.config, policy=self._remote is None)
+        preflight(self.config, policy=self.remote is None)
         splits = load_tasks(self.config.tasks)
         tasks = splits.heldout if self._split == "heldout" else splits.train
         if not tasks:
             raise ConfigError("tasks.heldout_source: there are no held-out tasks. Give a file of them, or "
                               "--split train")
-        self.run = RunDirectory.create(self.config)
-        with self._served() as (fleet, model):
+        with self.served() as (fleet, model):
             started = time.monotonic()
             done = self._rollouts(fleet, tasks)
             return self._record(tasks, done, model, time.monotonic() - started, fleet.facts)
 
     @contextmanager
-    def _served(self) -> Iterator[tuple[Fleet | RemoteFleet, dict[str, Any]]]:
-        """The model behind runners, and what the record says of it."""
+    def served(self) -> Iterator[tuple[Fleet | RemoteFleet, dict[str, Any]]]:
+        """A new run directory, the model behind runners, and what the record says of it."""
+        self.run = RunDirectory.create(self.config)
         model = None
-        if self._remote is None:
+        if self.remote is None:
             self.progress.phase("preparing the policy")
             model = policy_directory(self.config.policy, self.config, self.progress)
         self.progress.phase("starting Ray")
@@ -88,11 +88,11 @@ class Evaluation:
             generators = start_generators(self.config, model) if model else []
             self.progress.phase("starting proxies and runners")
             fleet = (Fleet.start(self.config, self.run, str(model), generators) if model
-                     else RemoteFleet.start(self.config, self._remote))
+                     else RemoteFleet.start(self.config, self.remote))
             try:
                 name = self.config.policy.name
                 yield fleet, {"name": name, "sha256": model_digest(model)} if model else {
-                    "name": name, "url": self._remote.url}
+                    "name": name, "url": self.remote.url}
             finally:
                 fleet.stop()
         finally:
@@ -106,7 +106,7 @@ class Evaluation:
     def _rollouts(self, fleet: Fleet | RemoteFleet, tasks: Sequence[Task]) -> dict[str, list[Trajectory]]:
         """Instance id -> its rollouts, in the order of their numbers."""
         self.progress.phase("rollouts")
-        specs = [self._spec(task, number) for task in tasks for number in range(self.config.evaluation.samples)]
+        specs = [self.spec(task, number) for task in tasks for number in range(self.config.evaluation.samples)]
         found: dict[str, Trajectory] = {}
         for trajectory in fleet.run(specs):
             found[trajectory.rollout_id] = trajectory
@@ -116,7 +116,8 @@ class Evaluation:
             grouped[spec.task.instance_id].append(found[spec.rollout_id])
         return grouped
 
-    def _spec(self, task: Task, number: int) -> RolloutSpec:
+    def spec(self, task: Task, number: int) -> RolloutSpec:
+        """The task's rollout of that number, the same in every evaluation with this seed."""
         rollout_id = f"evaluation-{hashlib.sha256(task.instance_id.encode()).hexdigest()[:12]}-s{number}"
         return RolloutSpec(
             rollout_id=rollout_id, group_id="evaluation", task=task, mode="evaluate",
@@ -136,7 +137,7 @@ class Evaluation:
         results = {
             **scores({task.instance_id: task.repo for task in tasks}, done, seed=self.config.run.seed),
             "bill": bill(everything, self.config.evaluation.prices, wall_s=wall_s,
-                         devices=0 if self._remote else generator.replicas * generator.tensor_parallel),
+                         devices=0 if self.remote else generator.replicas * generator.tensor_parallel),
             "model": model,
             "data": {"source": self.config.tasks.source, "split": self._split, "instances": len(tasks),
                      "sha256": digest(task.model_dump(mode="json") for task in tasks)},

@@ -34,6 +34,8 @@ class Task(BaseModel):
     grader: Literal["cases", "swe", "command", "function"] = "cases"
     """`cases`: function calls whose results are compared outside; `swe`: FAIL_TO_PASS and PASS_TO_PASS by a test
     runner; `command`: exit status; `function`: a Python function of the user's."""
+    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """How often it is handed out in training, relative to the others; 0: never."""
     grading: dict[str, Any] = {}
     """What the grader needs and the agent must never see: cases, test files, commands."""
 

@@ -22,6 +22,7 @@ def load_tasks(config: TasksConfig) -> TaskSplits:
     if shared:
         raise ConfigError(f"tasks.heldout_source: {config.heldout_source} shares {len(shared)} instances with "
                           f"tasks.source, the first is {min(shared)!r}. Held-out tasks must not be trained on")
-    if not train:
-        raise ConfigError(f"tasks.source: {config.source} holds no task. Give a file with at least one")
+    if not any(task.weight for task in train):
+        raise ConfigError(f"tasks.source: {config.source} holds no task (of a weight above 0). Give a file with at "
+                          "least one")
     return TaskSplits(train=train, heldout=heldout)

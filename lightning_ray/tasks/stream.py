@@ -1,5 +1,11 @@
-"""The order in which training tasks are handed out: a fresh shuffle for every pass over the data. Pure."""
+"""The order in which training tasks are handed out: a fresh shuffle for every pass over the data. Pure.
 
+A pass hands out as many tasks as there are. With equal weights that is each one once; else each as often as its share
+of all weights says, rounded up or down by the seed (systematic sampling), so that no chance is added between passes.
+"""
+
+import bisect
+import itertools
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -13,13 +19,15 @@ class TaskStream:
 
     def __init__(self, tasks: Sequence[Task], seed: int, *, cursor: int = 0, requeued: Iterable[str] = (),
                  set_aside: Iterable[str] = ()):
-        if not tasks:
+        if not any(task.weight for task in tasks):
             raise ValueError("there is no task to train on")
         self._tasks = tasks
         self._by_id = {task.instance_id: task for task in tasks}
+        self._weighted = {task.instance_id for task in tasks if task.weight}
         self._seed = seed
         self._requeued = deque(requeued)
         self._set_aside = set(set_aside)
+        self._pass: tuple[int, list[int]] = (-1, [])
         self.cursor = cursor
 
     @property
@@ -42,8 +50,8 @@ class TaskStream:
 
     @property
     def exhausted(self) -> bool:
-        """Every task is set aside: `next` has nothing to give."""
-        return self._set_aside >= self._by_id.keys()
+        """Every task that has a weight is set aside: `next` has nothing to give."""
+        return self._set_aside >= self._weighted
 
     def next(self) -> Task:
         """Raises ValueError where every task is set aside."""
@@ -59,6 +67,20 @@ class TaskStream:
                 return task
 
     def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self._tasks)))
-        random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
+        if self._pass[0] != epoch:
+            order = self._drawn(epoch)
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            self._pass = (epoch, order)
+        return self._pass[1]
+
+    def _drawn(self, epoch: int) -> list[int]:
+        """The tasks of a pass, in no particular order."""
+        count = len(self._tasks)
+        if len({task.weight for task in self._tasks}) == 1:
+            return list(range(count))
+        draw = random.Random(f"{self._seed}/{epoch}/weights")
+        order = draw.sample(range(count), count)  # else neighbours in the data would be drawn together
+        ends = list(itertools.accumulate(self._tasks[index].weight for index in order))
+        step = ends[-1] / count
+        start = draw.random() * step
+        return [order[min(bisect.bisect_right(ends, start + number * step), count - 1)] for number in range(count)]

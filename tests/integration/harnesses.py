@@ -47,3 +47,13 @@ def hold_on(environment):
             environment.execute("sleep 1")
         except Exception:
             time.sleep(0.05)
+
+
+def answer(task, base_url, api_key, model, environment, settings):
+    """Asks the model once, with the task's statement. What it says takes the place of `a - b`."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": task["problem_statement"]}]}).encode()
+    request = urllib.request.Request(f"{base_url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        said = json.load(response)["choices"][0]["message"]["content"]
+    environment.execute(f"sed -i 's/a - b/{said}/' shop.py")
+    return {"exit_status": "Submitted", "ok": True}

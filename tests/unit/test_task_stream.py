@@ -1,3 +1,6 @@
+import math
+from collections import Counter
+
 import pytest
 
 from lightning_ray.tasks.base import Task
@@ -48,3 +51,41 @@ def test_a_stream_that_has_nothing_left_says_so():
     assert stream.exhausted
     with pytest.raises(ValueError, match="every task is set aside"):
         stream.next()
+
+
+def weighted(weights):
+    return [Task(instance_id=f"t{number}", problem_statement="x", weight=each) for number, each in enumerate(weights)]
+
+
+def test_tasks_are_handed_out_as_often_as_their_weights_say():
+    weights = [0, 0.25, 0.5, 1, 1, 2.25]
+    tasks = weighted(weights)
+    stream = TaskStream(tasks, seed=3)
+    for _ in range(20):  # in every single pass, up to rounding
+        counts = Counter(ids(stream, len(tasks)))
+        for number, weight in enumerate(weights):
+            share = weight / sum(weights) * len(tasks)
+            assert math.floor(share) <= counts[f"t{number}"] <= math.ceil(share)
+    counts = Counter(ids(TaskStream(tasks, seed=3), 6 * 500))
+    assert counts["t1"] / counts["t5"] == pytest.approx(0.25 / 2.25, rel=0.15) and "t0" not in counts
+
+
+def test_a_weighted_stream_is_decided_by_its_seed_and_goes_on_where_it_stopped():
+    tasks = weighted([1, 2, 0.5, 3])
+    whole = ids(TaskStream(tasks, seed=3), 40)
+    assert ids(TaskStream(tasks, seed=3, cursor=17), 23) == whole[17:]
+    assert whole != ids(TaskStream(tasks, seed=4), 40)
+
+
+@pytest.mark.parametrize("weight", [0.1, 1, 7])
+def test_equal_weights_are_no_weights(weight):
+    assert ids(TaskStream(weighted([weight] * 5), seed=3), 15) == ids(TaskStream(TASKS, seed=3), 15)
+
+
+def test_a_stream_whose_weighted_tasks_are_set_aside_has_nothing_to_give():
+    stream = TaskStream(weighted([0, 1, 1]), seed=3, set_aside=["t1"])
+    assert set(ids(stream, 10)) == {"t2"}
+    stream.put_aside("t2")
+    assert stream.exhausted
+    with pytest.raises(ValueError, match="no task"):
+        TaskStream(weighted([0, 0]), seed=3)
