@@ -27,7 +27,7 @@ from lightning_ray.config import SandboxConfig
 from lightning_ray.sandbox.base import SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.kubernetes import manifest
 from lightning_ray.sandbox.kubernetes.manifest import CONTAINER, OWNER, PART, RUN, Owner
-from lightning_ray.sandbox.kubernetes.states import Expired, State, States
+from lightning_ray.sandbox.kubernetes.states import State, States
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +78,7 @@ class Cluster:
 
     def _open(self) -> None:
         self._policy(manifest.no_network(self.namespace))
-        self._lease = _plain(self._ask(
-            self._leases.create_namespaced_lease, self.namespace,
-            manifest.lease(self.namespace, self.owner, LEASE_S, _now())))
+        self._take_lease()
         for kind, listing in (("Job", self._batch.list_namespaced_job), ("Pod", self._core.list_namespaced_pod)):
             version = self._relist(kind, listing)  # what may not be listed is an error now
             self._start(self._watch, kind, listing, version)
@@ -98,11 +96,13 @@ class Cluster:
         self._closed.set()
         for each in list(self._watches.values()):
             each.stop()
-        with contextlib.suppress(SandboxError):
+        try:
             self._delete_jobs(f"{OWNER}={self.owner.name}")
             for reach in self._reaches:
                 self._gone(self._network.delete_namespaced_network_policy, f"lightning-ray-{reach}")
             self._gone(self._leases.delete_namespaced_lease, f"lightning-ray-{self.owner.name}")
+        except SandboxError as error:
+            log.warning("what this runner had in the cluster is left to the next sweep: %s", error)
         self.threads.shutdown(wait=False, cancel_futures=True)
 
     def create(self, spec: SandboxSpec) -> str:
@@ -141,7 +141,8 @@ class Cluster:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            loop.call_soon_threadsafe(changed.set)
+            with contextlib.suppress(RuntimeError):  # nobody waits any more: the loop is closed
+                loop.call_soon_threadsafe(changed.set)
 
         with self._lock:
             self._waiting[job].add(wake)
@@ -202,6 +203,11 @@ class Cluster:
             self._ask(self._network.patch_namespaced_network_policy, policy["metadata"]["name"], self.namespace,
                       {"spec": policy["spec"]})
 
+    def _take_lease(self) -> None:
+        lease = manifest.lease(self.namespace, self.owner, LEASE_S, _now())
+        self._lease = _plain(self._ask(self._leases.create_namespaced_lease, self.namespace, lease))
+        self._reaches.clear()  # their policies belong to a Lease
+
     def _keep_lease(self) -> None:
         rounds = 0
         while not self._closed.wait(RENEW_S):
@@ -211,6 +217,10 @@ class Cluster:
                           {"spec": {"renewTime": _now()}})
                 if rounds % SWEEP_EVERY == 0 and (removed := self.sweep()):
                     log.warning("removed what dead runners had left: %s", ", ".join(removed))
+            except Gone:
+                log.warning("the Lease of this runner had run out and was removed; it takes another")
+                with contextlib.suppress(SandboxError):  # it is tried again at the next renewal
+                    self._take_lease()
             except SandboxError as error:
                 log.warning("the Lease of this runner could not be renewed: %s", error)
 
@@ -232,7 +242,7 @@ class Cluster:
                     raw = event["raw_object"]
                     version = raw.get("metadata", {}).get("resourceVersion") or version
                     self._told(lambda event=event, raw=raw: {self._states.event(kind, {**event, "object": raw})})
-            except (ApiException, Expired, SandboxError, urllib3.exceptions.HTTPError, OSError) as error:
+            except Exception as error:  # whatever broke it: no sandbox starts or ends without a watch
                 version = None
                 if not self._closed.is_set() and not (isinstance(error, ApiException) and error.status == 410):
                     log.warning("the watch of %ss broke off and is started again: %s", kind, _said(error))
@@ -300,6 +310,7 @@ def _now() -> str:
 
 def _configuration(context: str | None) -> client.Configuration:
     configuration = client.Configuration()
+    configuration.retries = 0  # `_ask` repeats
     try:
         if context is None:
             with contextlib.suppress(ConfigException):

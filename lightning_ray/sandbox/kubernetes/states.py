@@ -105,10 +105,6 @@ def _ended(pod: str, reason: str, message: str, blame: Any) -> State:
     return State("ended", pod, reason, " ".join(message.split())[:500], blame)
 
 
-class Expired(Exception):
-    """The watch cannot go on from where it was (410): everything must be listed again."""
-
-
 class States:
     """The state of the sandboxes that are expected, by their Job's name. The first end that was seen stays."""
 
@@ -136,12 +132,8 @@ class States:
         return changed
 
     def event(self, kind: Literal["Job", "Pod"], event: Mapping[str, Any]) -> str | None:
-        """One watch event; the Job whose state changed. `Expired` on 410, `SandboxError` on any other error."""
+        """One watch event; the Job whose state changed."""
         found = event["object"]
-        if event["type"] == "ERROR":
-            if found.get("code") == 410:
-                raise Expired(found.get("message", ""))
-            raise SandboxError(f"the watch failed: {found.get('reason')}: {found.get('message')}")
         if event["type"] == "BOOKMARK":
             return None
         if event["type"] == "DELETED":
