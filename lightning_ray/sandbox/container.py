@@ -218,9 +218,9 @@ def _settings(spec: SandboxSpec, image: Image, runtime: str, directory: Path, ui
                 for target, source in _mounts(spec, image, directory, uid).items()],
     )  # fmt: skip
     return client.create_container_config(
-        image.id, None, user=f"{uid}:{uid}", hostname="sandbox", working_dir=WORKSPACE, host_config=host,
+        image.id, None, user=f"{uid}:{uid}", hostname="sandbox", working_dir="/", host_config=host,
         environment=image.variables(spec), labels=daemon.labels(),
-        entrypoint=[filesystem.SHELL, "-c", f"exec {filesystem.SHELL} {redirections(PIPES)}"],
+        entrypoint=[filesystem.SHELL, "-c", f"cd {WORKSPACE}; unset OLDPWD; exec {filesystem.SHELL} {redirections(PIPES)}"],
     )  # fmt: skip
 
 

@@ -65,8 +65,8 @@ def client() -> APIClient:
 def name() -> str:
     """The daemon and its version."""
     found = client().version()
-    parts = found.get("Components") or [{"Name": "Docker", "Version": found.get("Version", "")}]
-    return f"{parts[0]['Name']} {parts[0]['Version']}"
+    engine = (found.get("Components") or [{}])[0].get("Name", "Engine")
+    return f"{'Docker Engine' if engine == 'Engine' else engine} {found['Version']}"
 
 
 @functools.cache

@@ -110,6 +110,7 @@ class Images:
     async def _look(self, image: Image) -> tuple[list[str], dict[str, Any]]:
         """What is wrong with a sandbox of this image, and what it has."""
         directory = Path(tempfile.mkdtemp(prefix="lightning_ray-check-"))
+        (directory / "file").touch()
         sandbox = self._make(SandboxSpec("check", directory), image)
         needed = (*NAMESPACES, "user") if daemon.has_own_user_namespace() else NAMESPACES
         try:

@@ -62,7 +62,7 @@ def left_by(owner: str) -> tuple[list[str], list[Path]]:
 
 def test_the_report_says_what_it_is(containers):
     report = containers.report
-    assert report["backend"] == "container" and report["daemon"].startswith("Podman Engine ")
+    assert report["backend"] == "container" and " Engine " in report["daemon"]
     assert {"mnt", "pid", "net", "ipc", "uts"} <= set(report["namespaces"])
     assert set(report["limits"]) == {"memory", "pids", "cpu"}
     assert all(kind.startswith("cgroup v") for kind in report["limits"].values()) and "unsafe" not in report
@@ -121,7 +121,8 @@ def test_a_daemon_that_does_not_do_as_it_is_told_is_found_out(containers, image,
 
 def test_a_runtime_that_the_daemon_would_not_use_is_an_error(containers, image):
     config = SandboxConfig(backend="container", image=image, container={"runtime": "runsc"})
-    with pytest.raises(SandboxUnavailable, match=r"'runsc' is not used: .* takes no runtime.*containers\.conf"):
+    told = r"'runsc' is not used: .* takes no runtime.*containers\.conf" if daemon.is_podman() else "runsc"
+    with pytest.raises(SandboxUnavailable, match=told):
         backend.choose(config)
 
 
