@@ -170,36 +170,38 @@ def start_generators(config: Config, model: Path) -> list[Any]:
 
 
 def scores(repositories: Mapping[str, str], done: Mapping[str, Sequence[Trajectory]], *, seed: int) -> dict[str, Any]:
-    """Pass rates with intervals, per repository, and every outcome. Pure. `NothingJudged` where there is none.
-
-    `pass@1` of one sample has Wilson's interval, else the bootstrap's over instances. An instance counts for pass@k
-    where at least k of its rollouts were judged; `infra_failed` is how many rollouts were not.
+    """Pass rates with intervals, in all and per repository, and every outcome. Pure. `NothingJudged` where there is
+    none. `infra_failed` is how many rollouts were not judged.
     """
     judged = {name: [each for each in members if each.end != "infra_failed"] for name, members in done.items()}
     judged = {name: members for name, members in judged.items() if members}
     if not judged:
         first = next((each for members in done.values() for each in members), None)
         raise NothingJudged(f"no rollout could be run: {first.reason if first else 'there are no tasks'}")
-    passed = {name: sum(each.passed for each in members) for name, members in judged.items()}
-    rates: dict[str, Any] = {}
-    k = 1
-    while values := [pass_at_k(len(each), passed[name], k) for name, each in judged.items() if len(each) >= k]:
-        if max(map(len, judged.values())) == 1:
-            rates["pass@1"] = pass_rate(sum(passed.values()), len(judged))
-        else:
-            rates[f"pass@{k}"] = {"instances": len(values), **mean_with_interval(values, seed=seed)}
-        k *= 2
-    by_repository: dict[str, list[float]] = {}
+    by_repository: dict[str, list[list[bool]]] = {}
     for name, members in judged.items():
-        by_repository.setdefault(repository(repositories[name]) or "-", []).append(passed[name] / len(members))
+        by_repository.setdefault(repository(repositories[name]) or "-", []).append([each.passed for each in members])
     ends = [each.end for members in done.values() for each in members]
     return {
-        **rates, "ends": {end: ends.count(end) for end in ("graded", "harness_failed", "infra_failed")},
+        **rates([samples for each in by_repository.values() for samples in each], seed),
+        "ends": {end: ends.count(end) for end in ("graded", "harness_failed", "infra_failed")},
         "reasons": dict(Counter(kind_of(each.reason) for members in done.values() for each in members).most_common()),
-        "repositories": {name: {"instances": len(values), "pass@1": fmean(values)}
-                         for name, values in sorted(by_repository.items())},
+        "repositories": {name: rates(each, seed) for name, each in sorted(by_repository.items())},
         "instances": {name: [outcome(each) for each in members] for name, members in done.items()},
     }
+
+
+def rates(passed: Sequence[Sequence[bool]], seed: int) -> dict[str, Any]:
+    """`pass@k` for each power of two, of instances with these samples. An instance counts where it has at least k. One
+    sample of each has Wilson's interval, several have the bootstrap's over instances."""
+    if max(map(len, passed)) == 1:
+        return {"pass@1": pass_rate(sum(map(sum, passed)), len(passed))}
+    found = {}
+    k = 1
+    while values := [pass_at_k(len(samples), sum(samples), k) for samples in passed if len(samples) >= k]:
+        found[f"pass@{k}"] = {"instances": len(values), **mean_with_interval(values, seed=seed)}
+        k *= 2
+    return found
 
 
 def outcome(trajectory: Trajectory) -> dict[str, Any]:
