@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -27,6 +28,10 @@ cgroup_manager = "cgroupfs"
 """Without systemd as process 1, and where cgroups are version 1 and 2 at once, which Debian's crun does not take."""
 
 
+registry = ""
+"""HOST:PORT from which the running service pulls without TLS, for a test's own registry."""
+
+
 class Missing(Exception):
     """What is not there."""
 
@@ -39,26 +44,31 @@ def service(directory: Path) -> Iterator[tuple[str, str]]:
     if lacking := [program for program in ("podman", "runc", "conmon") if not shutil.which(program)]:
         raise Missing(f"no {', '.join(lacking)} on this machine")
     CACHE.mkdir(parents=True, exist_ok=True)
+    global registry
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        registry = f"127.0.0.1:{free.getsockname()[1]}"
+    registries = directory / "registries.conf"
+    registries.write_text(f'[[registry]]\nlocation = "{registry}"\ninsecure = true\n')
     config = CACHE / "containers.conf"
     config.write_text(CONFIG)
     podman = ["podman", "--root", str(CACHE / "store"), "--runroot", str(CACHE / "run")]
-    environment = {**os.environ, "CONTAINERS_CONF": str(config)}
+    environment = {**os.environ, "CONTAINERS_CONF": str(config), "CONTAINERS_REGISTRIES_CONF": str(registries)}
     image = f"{IMAGE}:{hashlib.sha256(SCRIPT.read_bytes()).hexdigest()[:12]}"
     with open(CACHE / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _image(podman, environment, image)
-    socket = directory / "podman.sock"
-    command = [*podman, "system", "service", "--time=0", f"unix://{socket}"]
+    address = directory / "podman.sock"
+    command = [*podman, "system", "service", "--time=0", f"unix://{address}"]
     process = subprocess.Popen(command, env=environment, cwd=directory,  # where conmon leaves its notes
                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 30
-        while not socket.exists():
+        while not address.exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 process.kill()
                 raise Missing(f"podman system service does not start: {process.stderr.read()[-500:]}")
             time.sleep(0.05)
-        yield f"unix://{socket}", image
+        yield f"unix://{address}", image
     finally:
         process.terminate()
         process.communicate()

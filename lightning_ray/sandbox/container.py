@@ -217,10 +217,11 @@ def _settings(spec: SandboxSpec, image: Image, runtime: str, directory: Path, ui
         mounts=[Mount(target, str(source), type="bind", read_only=True)
                 for target, source in _mounts(spec, image, directory, uid).items()],
     )  # fmt: skip
+    enter = f"cd {WORKSPACE}; unset OLDPWD"  # the daemon itself would make the directory, with a mode that stays
     return client.create_container_config(
         image.id, None, user=f"{uid}:{uid}", hostname="sandbox", working_dir="/", host_config=host,
         environment=image.variables(spec), labels=daemon.labels(),
-        entrypoint=[filesystem.SHELL, "-c", f"cd {WORKSPACE}; unset OLDPWD; exec {filesystem.SHELL} {redirections(PIPES)}"],
+        entrypoint=[filesystem.SHELL, "-c", f"{enter}; exec {filesystem.SHELL} {redirections(PIPES)}"],
     )  # fmt: skip
 
 

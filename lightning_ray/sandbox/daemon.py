@@ -139,19 +139,25 @@ def image(reference: str, pull: bool) -> dict[str, Any]:
         return client().inspect_image(reference)
     if not pull:
         raise SandboxError(f"there is no image {reference!r}, and sandbox.container.pull is `never`. Pull or build it")
-    repository, _, tag = reference.partition("@") if "@" in reference else _tagged(reference)
+    repository, tag = parts_of(reference)
     try:
         puller = APIClient(version="auto", timeout=PULL_TIMEOUT_S, **kwargs_from_env())
         with contextlib.closing(puller):
-            puller.pull(repository, tag=tag)
+            said = list(puller.pull(repository, tag=tag, stream=True, decode=True))
+            if faults := [line["error"] for line in said if "error" in line]:
+                raise SandboxError(f"the image {reference!r} cannot be pulled: {faults[0]}")
             return puller.inspect_image(reference)
     except FAULTS as error:
         raise SandboxError(f"the image {reference!r} cannot be pulled: {error}") from error
 
 
-def _tagged(reference: str) -> tuple[str, str, str]:
-    head, colon, tag = reference.rpartition(":")
-    return (head, colon, tag) if colon and "/" not in tag else (reference, "", "latest")
+def parts_of(reference: str) -> tuple[str, str]:
+    """An image's repository, and its tag or digest."""
+    if "@" in reference:
+        repository, _, digest = reference.partition("@")
+        return repository, digest
+    repository, colon, tag = reference.rpartition(":")
+    return (repository, tag) if colon and "/" not in tag else (reference, "latest")
 
 
 def exists(container: str, path: str) -> bool:

@@ -1,7 +1,10 @@
 """What only the container backend has: a daemon, images, labels. Skipped where there is no Podman (`podman.py`)."""
 
 import asyncio
+import hashlib
+import http.server
 import io
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +22,7 @@ from lightning_ray.sandbox import backend, container, limits
 from lightning_ray.sandbox.base import Limits, Mount, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.container import Containers, daemon
 from lightning_ray.tasks.workspaces import Workspaces
-from tests import sandboxes
+from tests import podman, sandboxes
 from tests.sandboxes import RIGHT, graded_files, make_task
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +135,61 @@ def test_a_missing_image_is_an_error_before_the_first_rollout(containers):
         backend.choose(SandboxConfig(**config, container={"pull": "never"}))
     with pytest.raises(SandboxUnavailable, match=r"no/such-image:9' cannot be pulled"):
         backend.choose(SandboxConfig(**config))
+
+
+class Registry(http.server.BaseHTTPRequestHandler):
+    """One image of one empty layer, by the registry's HTTP API (OCI distribution specification)."""
+
+    LAYER = bytes(10240)
+    CONFIG = json.dumps({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": {
+        "type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(LAYER).hexdigest()}"]}}).encode()
+    TYPE = "application/vnd.oci.image.manifest.v1+json"
+
+    def do_GET(self):
+        def part(kind: str, data: bytes) -> dict:
+            return {"mediaType": f"application/vnd.oci.image.{kind}", "size": len(data),
+                    "digest": f"sha256:{hashlib.sha256(data).hexdigest()}"}
+
+        config, layer = part("config.v1+json", self.CONFIG), part("layer.v1.tar", self.LAYER)
+        manifest = json.dumps(
+            {"schemaVersion": 2, "mediaType": self.TYPE, "config": config, "layers": [layer]}).encode()
+        found = {"/v2/": b"{}", "/v2/some/image/manifests/1": manifest,
+                 f"/v2/some/image/blobs/{config['digest']}": self.CONFIG,
+                 f"/v2/some/image/blobs/{layer['digest']}": self.LAYER}.get(self.path)
+        self.send_response(404 if found is None else 200)
+        self.send_header("Content-Length", str(len(found or b"")))
+        self.send_header("Content-Type", self.TYPE if "manifests" in self.path else "application/octet-stream")
+        self.end_headers()
+        self.wfile.write(found or b"")
+
+    do_HEAD = do_GET
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_an_image_that_the_daemon_lacks_is_pulled_once(containers):
+    if not podman.registry:
+        pytest.skip("this daemon pulls from no registry of ours")
+    name = f"{podman.registry}/some/image:1"
+    host, _, port = podman.registry.partition(":")
+    with http.server.ThreadingHTTPServer((host, int(port)), Registry) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with pytest.raises(SandboxUnavailable, match="has no bash"):  # it is there, and of no use
+                backend.choose(SandboxConfig(backend="container", image=name))
+        finally:
+            server.shutdown()
+    assert daemon.image(name, pull=False)["Id"]
+    daemon.client().remove_image(name)
+
+
+@pytest.mark.parametrize(("reference", "parts"), [
+    ("debian", ("debian", "latest")), ("a/b:1", ("a/b", "1")), ("host:5000/a/b", ("host:5000/a/b", "latest")),
+    ("host:5000/a/b:x.y", ("host:5000/a/b", "x.y")), ("a/b@sha256:12", ("a/b", "sha256:12")),
+])  # fmt: skip
+def test_references_of_images(reference, parts):
+    assert daemon.parts_of(reference) == parts
 
 
 async def test_an_image_that_lacks_a_program_is_refused(odd_images, image, workspace):
