@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -40,7 +39,7 @@ listener = socket.socket(fileno=int(sys.argv[1]))
 def serve(connection):
     message, descriptors, _, _ = socket.recv_fds(connection, 65536, 3)
     streams = dict(zip(("stdin", "stdout", "stderr"), descriptors))
-    process = subprocess.Popen(json.loads(message), cwd="/testbed", **streams)
+    process = subprocess.Popen(json.loads(message), cwd=sys.argv[2], **streams)
     for descriptor in descriptors:
         os.close(descriptor)
     connection.send(str(process.wait()).encode())
@@ -53,8 +52,8 @@ while True:
 class Pod:
     """The processes and directories of one pod."""
 
-    def __init__(self, root: Path, environment: dict[str, str], writable: list[str]) -> None:
-        self.directory = Path(tempfile.mkdtemp(dir=root))
+    def __init__(self, directory: Path, environment: dict[str, str], mounts: list[dict[str, Any]], cwd: str) -> None:
+        self.directory = directory
         self.socket = str(self.directory / "socket")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(self.socket)
@@ -65,13 +64,14 @@ class Pod:
         for alias in ALIASES:
             if os.path.islink(f"/{alias}"):
                 arguments += ["--symlink", os.readlink(f"/{alias}"), f"/{alias}"]
-        for number, path in enumerate(writable):
-            (self.directory / str(number)).mkdir()
-            arguments += ["--bind", str(self.directory / str(number)), path]
+        for mount in mounts:
+            (self.directory / mount["name"]).mkdir(exist_ok=True)
+            bind = "--ro-bind" if mount.get("readOnly") else "--bind"
+            arguments += [bind, str(self.directory / mount["name"]), mount["mountPath"]]
         for name, value in {"PATH": "/usr/local/bin:/usr/bin:/bin", **environment}.items():
             arguments += ["--setenv", name, value]
         policy = seccomp.open_program()
-        arguments += ["--seccomp", str(policy), "python3", "-I", "-S", "-c", RUNTIME, str(listener.fileno())]
+        arguments += ["--seccomp", str(policy), "python3", "-I", "-S", "-c", RUNTIME, str(listener.fileno()), cwd]
         self.process = subprocess.Popen([str(bwrap_path()), *arguments], pass_fds=[listener.fileno(), policy])
         os.close(policy)
         listener.close()
@@ -79,7 +79,7 @@ class Pod:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        os.unlink(self.socket)
 
 
 class Api(kmock.KubernetesEmulator):
@@ -204,16 +204,35 @@ class Cluster:
         await self._send("post", "pods", {
             "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": template["spec"],
             "status": {"phase": "Pending"}})
+        directory = Path(tempfile.mkdtemp(dir=self.root))
+        for container in template["spec"].get("initContainers", ()):
+            pod = self.pods[name] = self._pod(directory, container)
+            own = asyncio.ensure_future(self._run_in(pod, container["command"], [os.open(os.devnull, os.O_RDWR)] * 3))
+            await self._send("patch", f"pods/{name}", {"status": FIXTURES["copying"]})
+            assert await own == "0"
+            pod.kill()
+            await self._send("patch", f"pods/{name}", {"status": FIXTURES["copied"]})
         for status in self.plan(job):
             if status["phase"] == "Running":
-                self.pods[name] = self._pod(template["spec"]["containers"][0])
+                self.pods[name] = self._pod(directory, template["spec"]["containers"][0])
             await self._send("patch", f"pods/{name}", {"status": status})
 
-    def _pod(self, container: dict[str, Any]) -> Pod:
-        environment = {each["name"]: each["value"] for each in container["env"]} | self.environment
+    def _pod(self, directory: Path, container: dict[str, Any]) -> Pod:
+        environment = {each["name"]: each["value"] for each in container.get("env", ())} | self.environment
         for source in container.get("envFrom", ()):
             environment |= self.object("v1/secrets", source["secretRef"]["name"])["stringData"]
-        return Pod(self.root, environment, [each["mountPath"] for each in container["volumeMounts"]])
+        return Pod(directory, environment, container["volumeMounts"], container.get("workingDir", "/"))
+
+    async def _run_in(self, pod: Pod, command: list[str], streams: list[int]) -> str:
+        """The exit status of a command in the pod; empty where the pod ended first. Closes the streams."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(pod.socket)
+        socket.send_fds(connection, [json.dumps(command).encode()], streams)
+        for descriptor in set(streams):
+            os.close(descriptor)
+        ended = await asyncio.to_thread(connection.recv, 64)
+        connection.close()
+        return ended.decode()
 
     async def _exec(self, request: web.BaseRequest, name: str) -> web.StreamResponse:
         pod = self.pods.get(name)
@@ -222,13 +241,6 @@ class Cluster:
         websocket = web.WebSocketResponse(protocols=("v5.channel.k8s.io", "v4.channel.k8s.io"))
         await websocket.prepare(request)
         ends = [os.pipe() for _ in range(3)]
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(pod.socket)
-        theirs = [ends[0][0], ends[1][1], ends[2][1]]
-        socket.send_fds(connection, [json.dumps(request.query.getall("command")).encode()], theirs)
-        for descriptor in theirs:
-            os.close(descriptor)
-
         def forward(channel: int, descriptor: int) -> None:
             with os.fdopen(descriptor, "rb", buffering=0) as file, contextlib.suppress(RuntimeError, OSError):
                 while data := file.read(65536):
@@ -246,8 +258,7 @@ class Cluster:
         outputs = [threading.Thread(target=forward, args=(number, ends[number][0]), daemon=True) for number in (1, 2)]
         for thread in outputs:
             thread.start()
-        ended = (await asyncio.to_thread(connection.recv, 64)).decode()
-        connection.close()
+        ended = await self._run_in(pod, request.query.getall("command"), [ends[0][0], ends[1][1], ends[2][1]])
         for thread in outputs:  # as a container runtime may: until nobody holds the output open any more
             await asyncio.to_thread(thread.join)
         feeding.cancel()

@@ -317,5 +317,7 @@ async def test_a_grader_brings_its_test_runner_into_a_pod(backend, tmp_path):
     await sandbox.start()
     try:
         assert (await grader.grade(task, patch, sandbox)).reason == "passed"
+        done = await sandbox.exec("touch /opt/runner/x; chmod -R u+w /opt/runner; ls /run", timeout_s=5)
+        assert done.output.count("Read-only file system") >= 2 and "copied" not in done.output
     finally:
         await sandbox.stop()

@@ -67,7 +67,7 @@ def test_law6_every_pod_has_no_rights_no_token_and_no_network(path):
     pod, (container,) = pod_of(job), pod_of(job)["containers"]
     assert pod["automountServiceAccountToken"] is False and pod["enableServiceLinks"] is False
     assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
-    assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers", "ephemeralContainers"} & pod.keys()
+    assert not {"hostNetwork", "hostPID", "hostIPC", "ephemeralContainers"} & pod.keys()
     security = container["securityContext"]
     assert (security["allowPrivilegeEscalation"], security["privileged"]) == (False, False)
     assert security["capabilities"] == {"drop": ["ALL"]} and security["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -103,6 +103,17 @@ def test_law6_the_token_is_in_the_secret_alone_and_goes_with_the_job():
     assert (owner["kind"], owner["name"], owner["uid"]) == ("Job", job["metadata"]["name"], "u2")
     assert secret["stringData"] == {"LIGHTNING_RAY_BASE_URL": ENDPOINT}
     assert pod_of(job)["containers"][0]["envFrom"] == [{"secretRef": {"name": secret["metadata"]["name"]}}]
+
+
+def test_law7_what_is_copied_in_is_filled_by_a_copier_and_read_only_for_the_sandbox():
+    mounts = (Mount(Path("/usr"), "/opt/runner/a"), Mount(Path("/etc/passwd"), "/opt/runner/b"))
+    pod = pod_of(manifest.job(CONFIG, {}, OWNER, spec(mounts=mounts, endpoint=ENDPOINT)))
+    (copier,), (container,) = pod["initContainers"], pod["containers"]
+    assert {"name": "copied-0", "mountPath": "/opt/runner", "readOnly": True} in container["volumeMounts"]
+    assert copier["volumeMounts"] == [{"name": "run", "mountPath": "/run"},
+                                      {"name": "copied-0", "mountPath": "/opt/runner"}]
+    assert copier["securityContext"] == container["securityContext"] and copier["image"] == container["image"]
+    assert "envFrom" not in copier and "initContainers" not in pod_of(manifest.job(CONFIG, {}, OWNER, spec()))
 
 
 def test_limits_and_deadlines():

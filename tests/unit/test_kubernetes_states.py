@@ -49,6 +49,8 @@ def test_the_recorded_statuses_are_what_kubernetes_knows(status):
 @pytest.mark.parametrize(("status", "phase", "reason", "blame"), [
     ("running", "running", "", "sandbox"),
     ("unschedulable", "pending", "Unschedulable", "infra"), ("creating", "pending", "ContainerCreating", "infra"),
+    ("copying", "copying", "", "sandbox"), ("copied", "pending", "PodInitializing", "infra"),
+    ("copier_image_pull", "pending", "ErrImagePull", "infra"), ("copier_killed", "ended", "OOMKilled", "harness"),
     ("image_pull", "pending", "ImagePullBackOff", "infra"), ("invalid_image", "ended", "InvalidImageName", "task"),
     ("oom_killed", "ended", "OOMKilled", "harness"), ("ended_by_itself", "ended", "Error", "sandbox"),
     ("evicted", "ended", "Evicted", "infra"), ("evicted_disk", "ended", "Evicted", "harness"),

@@ -76,7 +76,8 @@ exit 1
 class PodShell:
     """Runs one command after the other in a pod, as `shell.Shell` does through pipes. Belongs to one event loop."""
 
-    def __init__(self, cluster: Cluster, job: str, pod: str, output_bytes: int) -> None:
+    def __init__(self, cluster: Cluster, job: str, pod: str, output_bytes: int, container: str = CONTAINER) -> None:
+        self._container = container
         self._cluster = cluster
         self._job = job
         self._pod = pod
@@ -99,7 +100,7 @@ class PodShell:
         async with self._turn:
             if self._dead:
                 raise SandboxDied("the sandbox is not running")
-            call = Call(self._cluster.configuration, self._cluster.namespace, self._pod, sent, stdin,
+            call = Call(self._cluster.configuration, self._cluster.namespace, self._pod, self._container, sent, stdin,
                         output_bytes or self._output_bytes)
             work = asyncio.get_running_loop().run_in_executor(self._cluster.threads, call.run, timeout_s)
             try:
@@ -107,20 +108,24 @@ class PodShell:
                 async with asyncio.timeout(timeout_s + ANSWER_GRACE_S):
                     await asyncio.shield(work)
             except TimeoutError:
-                self._dead = True
-                call.abort()
+                self._give_up(call, work)
                 raise SandboxDied(f"the API server did not answer within {ANSWER_GRACE_S:g} s") from None
             except asyncio.CancelledError:
-                self._dead = True
-                call.abort()
+                self._give_up(call, work)
                 raise
             except SandboxError as error:
                 raise await self._fate(error) from error
         return bytes(call.output), call.returncode, call.timed_out, call.truncated
 
+    def _give_up(self, call: "Call", work: asyncio.Future[None]) -> None:
+        self._dead = True
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody waits for its error
+        call.abort()
+
     async def _fate(self, error: SandboxError) -> SandboxError:
         """The error, or, where the cluster knows why the sandbox is gone, that."""
-        state = await self._cluster.past(self._job, "running", FATE_S)
+        phase = "running" if self._container == CONTAINER else "copying"
+        state = await self._cluster.past(self._job, {phase}, FATE_S)
         if state.phase != "ended":
             return error
         words = await asyncio.get_running_loop().run_in_executor(None, self._cluster.last_words, self._job)
@@ -143,6 +148,7 @@ class Call:
     configuration: client.Configuration
     namespace: str
     pod: str
+    container: str
     script: bytes
     stdin: bytes
     cap: int
@@ -191,9 +197,9 @@ class Call:
             try:
                 # a client of its own: `stream` changes the one that it is given
                 api = client.CoreV1Api(client.ApiClient(self.configuration))
-                connected = stream(api.connect_get_namespaced_pod_exec, self.pod, self.namespace, container=CONTAINER,
-                                   command=command, stdin=stdin, stdout=True, stderr=True, tty=False,
-                                   binary=True, _preload_content=False)
+                connected = stream(api.connect_get_namespaced_pod_exec, self.pod, self.namespace,
+                                   container=self.container, command=command, stdin=stdin, stdout=True,
+                                   stderr=True, tty=False, binary=True, _preload_content=False)
                 self._socket, self._open = connected.sock, True
                 return
             except ApiException as error:
@@ -253,7 +259,7 @@ class Call:
         return int(number)
 
     def _kill(self) -> None:
-        killing = Call(self.configuration, self.namespace, self.pod, b"", b"", 1000)
+        killing = Call(self.configuration, self.namespace, self.pod, self.container, b"", b"", 1000)
         killing._connect(["/bin/bash", "-c", KILL, "kill", self.mark], stdin=False)
         try:
             killing._receive(time.monotonic() + KILL_TIMEOUT_S)

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -136,8 +136,8 @@ class Cluster:
         with self._lock:
             return self._states.get(job)
 
-    async def past(self, job: str, phase: Literal["pending", "running"], timeout_s: float) -> State:
-        """The sandbox's state as soon as it has left `phase`, or after `timeout_s`. Does not block."""
+    async def past(self, job: str, phases: Set[str], timeout_s: float) -> State:
+        """The sandbox's state as soon as it has left `phases`, or after `timeout_s`. Does not block."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -149,7 +149,7 @@ class Cluster:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    while self.state(job).phase == phase:
+                    while self.state(job).phase in phases:
                         await changed.wait()
                         changed.clear()
         finally:

@@ -22,6 +22,8 @@ from lightning_ray.sandbox.base import WORKSPACE, SandboxSpec
 from lightning_ray.settings import ConfigError, merged
 
 CONTAINER = "sandbox"
+COPIER = "copier"
+"""Runs before the sandbox where something is to be copied in, which the sandbox then sees read-only."""
 SCRATCH = "/run"
 SCRATCH_MB = 64
 COPIED_MB = 256
@@ -30,10 +32,14 @@ NAME_CHARS = 52
 """A Job's pods have its name and eleven more characters, and a name has 63."""
 WAIT = "while :; do sleep 3600 & wait $!; done"
 """What the pod itself runs: process 1 takes in orphans, and signals from inside do not end it."""
+COPIED = f"{SCRATCH}/copied"
+COPY = f"mkfifo {COPIED} && read -r _ <{COPIED}; rm {COPIED}"
+"""What the copier runs: it ends when it is told to."""
 
 PART, RUN, OWNER, REACH = (f"lightning-ray/{name}" for name in ("part", "run", "owner", "reach"))
 ROLLOUT = "lightning-ray/rollout"
 OURS = "lightning-ray/"
+COPIES = "copied-"
 SANDBOX = {PART: "sandbox"}
 
 FREE = (
@@ -95,9 +101,8 @@ def job(config: SandboxConfig, template: Mapping[str, Any], owner: Owner, spec: 
         "enableServiceLinks": False, "terminationGracePeriodSeconds": 0,
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000,
                             "seccompProfile": {"type": "RuntimeDefault"}},
-        "containers": [container],
         "volumes": [{"name": each, "emptyDir": {"sizeLimit": f"{size}Mi"}} for each, (_, size) in
-                    _writable(spec).items()],
+                    _volumes(spec).items()],
     }
     ours = {
         "apiVersion": "batch/v1", "kind": "Job",
@@ -114,6 +119,8 @@ def job(config: SandboxConfig, template: Mapping[str, Any], owner: Owner, spec: 
     place = result["spec"]["template"]["spec"]
     added = next(iter(theirs.get("containers", [])), {})
     place["containers"] = [_joined(container, {k: v for k, v in added.items() if k != "image"}, "env", "volumeMounts")]
+    if spec.mounts:
+        place["initContainers"] = [_copier(place["containers"][0])]
     place["volumes"] = [*pod["volumes"], *theirs.get("volumes", [])]
     return result
 
@@ -129,7 +136,7 @@ def _pod(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _container(spec: SandboxSpec, read_only_root: bool) -> dict[str, Any]:
-    room = sum(size for _, size in _writable(spec).values())
+    room = sum(size for _, size in _volumes(spec).values())
     limits = {"cpu": f"{spec.limits.cpus:g}", "memory": f"{spec.limits.memory_mb}Mi", "ephemeral-storage": f"{room}Mi"}
     environment = {"HOME": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb", **spec.env}
     return {
@@ -139,16 +146,26 @@ def _container(spec: SandboxSpec, read_only_root: bool) -> dict[str, Any]:
         "securityContext": {"allowPrivilegeEscalation": False, "privileged": False, "runAsNonRoot": True,
                             "readOnlyRootFilesystem": read_only_root, "capabilities": {"drop": ["ALL"]},
                             "seccompProfile": {"type": "RuntimeDefault"}},
-        "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in _writable(spec).items()],
+        "volumeMounts": [{"name": name, "mountPath": path, **({"readOnly": True} if name.startswith(COPIES) else {})}
+                         for name, (path, _) in _volumes(spec).items()],
     }
 
 
-def _writable(spec: SandboxSpec) -> dict[str, tuple[str, int]]:
-    """Name -> path and size (MB) of what can be written to inside."""
+def _copier(container: Mapping[str, Any]) -> dict[str, Any]:
+    """Like the sandbox's own container, but what is copied can be written to."""
+    mounts = [{"name": each["name"], "mountPath": each["mountPath"]} for each in container["volumeMounts"]
+              if each["name"].startswith((COPIES, "run"))]
+    kept = {key: container[key] for key in ("image", "imagePullPolicy", "resources", "securityContext")
+            if key in container}
+    return {**kept, "name": COPIER, "command": ["/bin/bash", "-c", COPY], "volumeMounts": mounts}
+
+
+def _volumes(spec: SandboxSpec) -> dict[str, tuple[str, int]]:
+    """Name -> path and size (MB) of what is not the image's."""
     disk = spec.limits.disk_mb
     places = {"workspace": (WORKSPACE, disk), "tmp": ("/tmp", disk), "run": (SCRATCH, SCRATCH_MB)}
     for number, path in enumerate(copied_to(spec)):
-        places[f"copied-{number}"] = (path, COPIED_MB)
+        places[f"{COPIES}{number}"] = (path, COPIED_MB)
     return places
 
 

@@ -9,6 +9,7 @@ from lightning_ray.sandbox.commands import Commands
 from lightning_ray.sandbox.kubernetes import manifest
 from lightning_ray.sandbox.kubernetes.channel import PodShell
 from lightning_ray.sandbox.kubernetes.cluster import Cluster
+from lightning_ray.sandbox.kubernetes.manifest import COPIED, COPIER
 from lightning_ray.sandbox.kubernetes.states import failure
 
 UNPACK_TIMEOUT_S = 300.0
@@ -40,34 +41,39 @@ class KubernetesSandbox(Commands):
         self._asking = asyncio.ensure_future(asyncio.to_thread(self._cluster.create, self.spec))
         try:
             self._job = await asyncio.shield(self._asking)
-            pod = await self._placed(self._job)
+            if self.spec.mounts:
+                await self._copy(await self._placed("copying", {"pending"}))
+            pod = await self._placed("running", {"pending", "copying"})
             self._shell = PodShell(self._cluster, self._job, pod, self.spec.limits.output_bytes)
-            await self._unpack()
+            with open(pack.open_pack(self.spec.workspace), "rb") as file:
+                await self._untar(self._shell, WORKSPACE, file.read())
         except BaseException:
             await self.stop()
             raise
 
-    async def _placed(self, job: str) -> str:
-        """The pod, as soon as it runs. Waiting for a node or an image has a clock of its own."""
+    async def _placed(self, wanted: str, before: set[str]) -> str:
+        """The pod, as soon as it is where it should be. Waiting for a node or an image has a clock of its own."""
         limit = self._cluster.settings.kubernetes.pending_timeout_s
-        state = await self._cluster.past(job, "pending", limit)
-        if state.phase == "running":
+        state = await self._cluster.past(self.job, before, limit)
+        if state.phase == wanted:
             return state.pod
-        what = f"did not run within {limit:g} s" if state.phase == "pending" else "ended at once"
-        raise failure(state, f"the Job {job} {what}")
+        what = "ended at once" if state.phase == "ended" else f"did not run within {limit:g} s"
+        raise failure(state, f"the Job {self.job} {what}")
 
-    async def _unpack(self) -> None:
-        with open(pack.open_pack(self.spec.workspace), "rb") as file:
-            await self._untar(WORKSPACE, file.read())
+    async def _copy(self, pod: str) -> None:
+        """Bring in what is to be seen read-only, and let the sandbox itself begin."""
+        copier = PodShell(self._cluster, self.job, pod, self.spec.limits.output_bytes, COPIER)
         for mount in self.spec.mounts:
             if mount.source.is_dir():
-                await self._untar(mount.target, pack.pack(mount.source))
+                await self._untar(copier, mount.target, pack.pack(mount.source))
             else:
                 directory, name = posixpath.split(mount.target)
-                await self._untar(directory, pack.pack_files({name: mount.source.read_bytes()}))
+                await self._untar(copier, directory, pack.pack_files({name: mount.source.read_bytes()}))
+        # a moment later, or the command would end with its container before it could say so
+        await copier.run(f"(sleep 0.2; echo >{COPIED}) >/dev/null 2>&1 &", timeout_s=UNPACK_TIMEOUT_S)
 
-    async def _untar(self, directory: str, archive: bytes) -> None:
-        done = await self._live.run(f"mkdir -p {directory} && tar -xf - -C {directory} --no-same-owner",
+    async def _untar(self, shell: PodShell, directory: str, archive: bytes) -> None:
+        done = await shell.run(f"mkdir -p {directory} && tar -xf - -C {directory} --no-same-owner",
                                     timeout_s=UNPACK_TIMEOUT_S, stdin=archive)
         if done.returncode or done.timed_out:
             raise SandboxError(f"{directory} of the sandbox {self.spec.name} cannot be filled: {done.output.strip()}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_ray.sandbox.base import Blame, LimitExceeded, SandboxDied, SandboxError
-from lightning_ray.sandbox.kubernetes.manifest import CONTAINER
+from lightning_ray.sandbox.kubernetes.manifest import CONTAINER, COPIER
 
 JOB_LABEL = "batch.kubernetes.io/job-name"
 OLD_JOB_LABEL = "job-name"
@@ -42,7 +42,8 @@ class ImageUnusable(SandboxError):
 class State:
     """Where one sandbox is."""
 
-    phase: Literal["pending", "running", "ended"] = "pending"
+    phase: Literal["pending", "copying", "running", "ended"] = "pending"
+    """`copying`: its copier runs, and waits to be filled."""
     pod: str = ""
     reason: str = ""
     message: str = ""
@@ -60,13 +61,14 @@ def failure(state: State, doing: str) -> SandboxError:
 
 def of_pod(pod: Mapping[str, Any]) -> State:
     name, status = pod["metadata"]["name"], pod.get("status") or {}
-    container = next((each for each in status.get("containerStatuses") or () if each.get("name") == CONTAINER), {})
-    state = container.get("state") or {}
+    said = {each.get("name"): each.get("state") or {} for each in (
+        *(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))}
+    state, copier = said.get(CONTAINER, {}), said.get(COPIER, {})
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
     if (disrupted := conditions.get(DISRUPTED)) and disrupted.get("status") == "True":
         return _ended(name, disrupted.get("reason", DISRUPTED), disrupted.get("message", ""), "infra")
     if status.get("phase") in ("Failed", "Succeeded") or "terminated" in state:
-        terminated = state.get("terminated") or {}
+        terminated = state.get("terminated") or copier.get("terminated") or {}
         reason = status.get("reason") or terminated.get("reason") or "Ended"
         message = status.get("message") or terminated.get("message") or (
             f"exit code {terminated['exitCode']}" if "exitCode" in terminated else "")
@@ -78,7 +80,9 @@ def of_pod(pod: Mapping[str, Any]) -> State:
         return _ended(name, "Deleted", "the pod was deleted", "infra")
     if status.get("phase") == "Running" and "running" in state:
         return State("running", name)
-    waiting = state.get("waiting") or {}
+    if "running" in copier:
+        return State("copying", name)
+    waiting = copier.get("waiting") or state.get("waiting") or {}
     scheduled = conditions.get("PodScheduled") or {}
     if waiting.get("reason") in NEVER:
         return _ended(name, waiting["reason"], waiting.get("message", ""), NEVER[waiting["reason"]])
@@ -126,7 +130,7 @@ class States:
         changed = {name for each in objects if (name := self._take(kind, each))}
         there = {job_of(kind, each) for each in objects}
         for name, state in self._states.items():
-            if kind == "Pod" and name not in there and state.phase == "running":
+            if kind == "Pod" and name not in there and state.phase in ("copying", "running"):
                 self._states[name] = _ended(state.pod, "Deleted", "it is gone", "infra")
                 changed.add(name)
         return changed
