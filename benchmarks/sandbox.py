@@ -5,9 +5,9 @@
 
 Compared, in one run, with the same command in a plain subprocess, which isolates nothing, and with `docker run`
 (create, start, wait and remove by Docker's API). Memory is the growth of this machine's used memory (MemTotal -
-MemAvailable), divided by the sandboxes that were up; loop lag is how late a 10 ms timer of the event loop that drives them came. A
-rollout of the last table goes through the runner's own code: sandbox, listener, a harness that edits one file without
-asking a model, diff, and grading in a second sandbox.
+MemAvailable), divided by the sandboxes that were up; loop lag is how late a 10 ms timer of the event loop that drives
+them came. A rollout of the last table goes through the runner's own code: sandbox, listener, a harness that edits one
+file without asking a model, diff, and grading in a second sandbox.
 """
 
 import argparse

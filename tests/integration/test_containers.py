@@ -18,11 +18,14 @@ from pathlib import Path
 import pytest
 
 from lightning_ray.config import Config, ConfigError, SandboxConfig
+from lightning_ray.harness.rollouts import Rollouts
+from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.sandbox import backend, container, limits
 from lightning_ray.sandbox.base import Limits, Mount, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.container import Containers, daemon
 from lightning_ray.tasks.workspaces import Workspaces
 from tests import podman, sandboxes
+from tests.integration.scripted_proxy import Answer, ScriptedProxy
 from tests.sandboxes import RIGHT, graded_files, make_task
 
 ROOT = Path(__file__).parents[2]
@@ -278,6 +281,49 @@ async def test_limits_are_those_asked_for(containers, workspace):
     async with sandboxes.running(workspace, limits=asked, make=containers.make) as sandbox:
         assert set(limits.applied(sandbox.pid, asked).values()) <= {"cgroup v1", "cgroup v2"}
         assert set(limits.applied(sandbox.pid, Limits(memory_mb=201, processes=34, cpus=0.5)).values()) == {"none"}
+
+
+AGENT = """
+import json, os, subprocess, urllib.request
+
+while True:
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "total must add"}]}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+                                     {"Content-Type": "application/json"})
+    command = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    if command == "submit":
+        break
+    subprocess.run(command, shell=True, check=True)
+"""
+
+
+async def test_rollouts_in_containers_reach_their_endpoints_and_are_graded(containers, tmp_path):
+    """A command harness of the image's own python; the container of one rollout is killed under it."""
+    made = []
+
+    def make(spec):
+        made.append(containers.make(spec))
+        return made[-1]
+
+    def answer(rollout, number: int) -> Answer:
+        if rollout.opened.rollout_id == "r1":
+            os.kill(next(each for each in made if each.spec.name == "r1").pid, signal.SIGKILL)
+        return Answer(["sed -i 's/a - b/a + b/' shop.py", "submit"][number])
+
+    config = Config(harness={"kind": "command", "command": ["python3", "/tmp/agent.py"], "timeout_s": 60,
+                             "files": {"/tmp/agent.py": AGENT}})  # fmt: skip
+    proxy = ScriptedProxy(answer)
+    await proxy.start()
+    rollouts = Rollouts(config, proxy, Workspaces(tmp_path), make, None, {})
+    try:
+        records = await asyncio.gather(*(
+            rollouts.run(RolloutSpec(f"r{number}", "g", make_task(), "train", 0, 1.0)) for number in range(3)))
+    finally:
+        await rollouts.stop()
+        await proxy.stop()
+    assert [(record.end, record.passed, len(record.calls)) for record in records] == [("graded", True, 2)] * 3
+    assert [record.notes["attempts"] for record in records] == [1, 2, 1]
+    assert "SandboxDied" in records[1].notes["failures"][0] and left_by(limits.owner()) == ([], [])
 
 
 OWNER = textwrap.dedent("""

@@ -82,29 +82,10 @@ def test_law2_both_ways_of_running_it_make_the_same_calls_token_for_token(proxy_
         assert ours.masked is None and theirs.masked is None
 
 
-IN_THE_IMAGE = """
-import json, os, re, subprocess, urllib.request
-
-messages = [{"role": "user", "content": "add must add"}]
-while True:
-    body = json.dumps({"model": "policy", "messages": messages}).encode()
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
-                                     {"Content-Type": "application/json"})
-    answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-    command = re.search("```mswea_bash_command\\n(.*?)\\n```", answer, re.DOTALL)[1]
-    if "SUBMIT" in command:
-        break
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": done.stdout or "done"}]
-"""
-
-
-@pytest.mark.parametrize("kind", ["python", "command"])
-def test_a_whole_rollout_in_containers_is_graded(proxy_and_model, containers, kind):
-    """mini-SWE-agent with a container as its environment, and a program that runs in the container itself."""
-    harness = HarnessConfig(settings=settings(MODEL_CLASS), workers=1) if kind == "python" else HarnessConfig(
-        kind="command", command=["python3", "/tmp/agent.py"], files={"/tmp/agent.py": IN_THE_IMAGE})
+def test_a_whole_rollout_in_containers_is_graded(proxy_and_model, containers):
+    """mini-SWE-agent with a container as its environment; `test_containers.py` has a program in the container."""
     image = containers.report["image"].partition(" ")[0]
+    harness = HarnessConfig(settings=settings(MODEL_CLASS), workers=1)
     record = run(*proxy_and_model, harness, backend="container", image=image)
     assert (record.end, record.passed, record.reason) == ("graded", True, "passed"), record
     assert len(record.calls) == len(COMMANDS) and record.notes["limits"]["memory"].startswith("cgroup v")
