@@ -24,12 +24,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_ray.cli import separate_overrides
+from lightning_ray import remote_model
+from lightning_ray.cli import naming_policy, separate_overrides
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.evaluation import Evaluation, NothingJudged, predictions_file, scores
 from lightning_ray.observe.progress import LineProgress
 from lightning_ray.observe.records import versions
-from lightning_ray.remote_model import RemoteModel
 from lightning_ray.run_directory import write_whole
 from lightning_ray.sandbox import backend
 from lightning_ray.sandbox.base import WORKSPACE, Limits, SandboxUnavailable
@@ -63,9 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="rollouts of a model on the instances, then grading")
     run.add_argument("--config", type=Path, required=True, metavar="FILE", help="any of its settings can be given as "
                      "--part.field VALUE; --evaluation.samples K is for pass@k")
-    run.add_argument("--url", help="measure a model behind an OpenAI-compatible URL (http://HOST:PORT/v1) instead")
-    run.add_argument("--model", metavar="NAME", help="its name there")
-    run.add_argument("--key-env", default="OPENAI_API_KEY", metavar="VARIABLE", help="where its key is (%(default)s)")
+    remote_model.add_options(run)
     run.set_defaults(command=_run)
 
     grade = commands.add_parser("grade", help="grading of predictions")
@@ -94,16 +92,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace, overrides: list[str]) -> None:
     instances = swe_bench.load(options.data, options.instance)
-    if (options.url is None) != (options.model is None):
-        raise ConfigError("--url and --model: one was given without the other. Give the endpoint (http://HOST:PORT/v1) "
-                          "and the name of its model, or neither for the configuration's policy")
-    remote = options.url and RemoteModel(options.url, options.model, os.environ.get(options.key_env) or "none")
+    remote = remote_model.given(options)
     with tempfile.TemporaryDirectory(prefix="swe-bench-") as directory:
         source = Path(directory) / f"{options.data.stem}.jsonl"
         source.write_text("".join(task.model_dump_json() + "\n" for task in _tasks(options, instances)))
-        if "--policy.path" in {word.partition("=")[0] for word in overrides}:
-            overrides = [*overrides, "--policy.warm_start", "null"]
-        config = Config.load(options.config, overrides, {
+        config = Config.load(options.config, naming_policy(overrides), {
             "tasks": {"source": str(source), "heldout_source": None, "train": len(instances)},
             "reward": {"timeout_s": options.timeout}})
         evaluation = Evaluation(config, split="train", progress=LineProgress(), remote=remote)

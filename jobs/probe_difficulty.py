@@ -12,7 +12,6 @@ tried again.
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -24,12 +23,12 @@ import pyarrow.parquet
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lightning_ray.cli import separate_overrides
+from lightning_ray import remote_model
+from lightning_ray.cli import naming_policy, separate_overrides
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.evaluation import Evaluation, NothingJudged, model_digest
 from lightning_ray.observe.progress import LineProgress
 from lightning_ray.preflight import preflight
-from lightning_ray.remote_model import RemoteModel
 from lightning_ray.run_directory import write_whole
 from lightning_ray.tasks import difficulty
 from lightning_ray.tasks.base import Task
@@ -66,9 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-k", type=int, default=4, metavar="K", help="rollouts of each task (%(default)s)")
     parser.add_argument("--keep-failing", type=float, default=0.2, metavar="SHARE",
                         help="of the tasks that no rollout solves (%(default)s)")
-    parser.add_argument("--url", help="a model behind an OpenAI-compatible URL (http://HOST:PORT/v1) instead")
-    parser.add_argument("--model", metavar="NAME", help="its name there")
-    parser.add_argument("--key-env", default="OPENAI_API_KEY", metavar="VARIABLE", help="its key's (%(default)s)")
+    remote_model.add_options(parser)
     return parser
 
 
@@ -78,13 +75,9 @@ def probe(options: argparse.Namespace, overrides: list[str]) -> None:
         raise ConfigError(f"-k: {options.k} cannot tell mixed tasks from others. Give 2 or more")
     if not 0 <= options.keep_failing <= 1:
         raise ConfigError(f"--keep-failing: {options.keep_failing} is no share. Give a number from 0 to 1")
-    if (options.url is None) != (options.model is None):
-        raise ConfigError("--url and --model: one was given without the other. Give both, or neither for the policy")
-    if "--policy.path" in {word.partition("=")[0] for word in overrides}:
-        overrides = [*overrides, "--policy.warm_start", "null"]
-    config = Config.load(options.config, overrides, {
+    config = Config.load(options.config, naming_policy(overrides), {
         "run": {"dir": str(options.out / "runs"), "name": "probe"}, "evaluation": {"samples": options.k}})
-    remote = RemoteModel(options.url, options.model, os.environ.get(options.key_env) or "none") if options.url else None
+    remote = remote_model.given(options)
     tasks = load_tasks(config.tasks).train
     preflight(config, policy=remote is None)
     outcomes = Outcomes(options.out, _identity(config, remote))
@@ -97,7 +90,7 @@ def probe(options: argparse.Namespace, overrides: list[str]) -> None:
     write(options.out, selection, Counter(each["reason"].partition(":")[0] for each in found))
 
 
-def _identity(config: Config, remote: RemoteModel | None) -> dict[str, Any]:
+def _identity(config: Config, remote: remote_model.RemoteModel | None) -> dict[str, Any]:
     """What must be the same for outcomes to be counted together."""
     parts = config.model_dump(mode="json", include=set(SAME))
     if remote:

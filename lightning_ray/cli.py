@@ -64,6 +64,14 @@ def separate_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return plain, overrides
 
 
+def naming_policy(overrides: list[str]) -> list[str]:
+    """With `--policy.path` the file's warm start, if it has one, is not wanted."""
+    given = {word.partition("=")[0] for word in overrides}
+    if "--policy.path" in given and "--policy.warm_start" not in given:
+        return [*overrides, "--policy.warm_start", "null"]
+    return overrides
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-ray", description=(__doc__ or "").split("\n")[0],
@@ -181,10 +189,7 @@ def _replay(config: Config, source: Path, progress: "Progress") -> int:
 
 
 def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
-    given = {word.partition("=")[0] for word in overrides}
-    if "--policy.path" in given and "--policy.warm_start" not in given:
-        overrides = [*overrides, "--policy.warm_start", "null"]
-    config = Config.load(options.config, overrides)
+    config = Config.load(options.config, naming_policy(overrides))
 
     from rich.console import Console
 

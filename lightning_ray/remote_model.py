@@ -4,6 +4,8 @@ The harness talks to the URL itself, so nothing of its calls is recorded: rollou
 Only a Python harness can be used: what runs in a sandbox reaches no network. The key stays outside the sandbox.
 """
 
+import argparse
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +40,22 @@ class RemoteModel:
     @property
     def base_url(self) -> str:
         return self.url.rstrip("/").removesuffix("/v1")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How a command line names a remote model; `given` reads it."""
+    parser.add_argument("--url", help="a model behind an OpenAI-compatible URL (http://HOST:PORT/v1), instead of the "
+                        "configuration's policy")
+    parser.add_argument("--model", metavar="NAME", help="its name there")
+    parser.add_argument("--key-env", default="OPENAI_API_KEY", metavar="VARIABLE", help="its key (%(default)s)")
+
+
+def given(options: argparse.Namespace) -> RemoteModel | None:
+    """Raises `ConfigError` where one of the two was given without the other."""
+    if (options.url is None) != (options.model is None):
+        raise ConfigError("--url and --model: one was given without the other. Give the endpoint (http://HOST:PORT/v1) "
+                          "and the name of its model, or neither for the configuration's policy")
+    return RemoteModel(options.url, options.model, os.environ.get(options.key_env) or API_KEY) if options.url else None
 
 
 def configured(config: Config, remote: RemoteModel) -> Config:

@@ -164,6 +164,8 @@ def capture(what: Capture) -> Report:
         _stop(actors)
         session.stop()
         scratch.remove()
+        if what.backend is not None:
+            what.backend.close()
     return summary(what, trajectory, _parity(what, trajectory) if what.parity else None)
 
 

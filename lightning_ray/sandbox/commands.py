@@ -2,8 +2,8 @@
 
 import secrets
 import shlex
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
 
 from lightning_ray.sandbox import pack
 from lightning_ray.sandbox.base import ExecResult, PatchUnavailable, SandboxDied, SandboxError, SandboxSpec
@@ -18,14 +18,19 @@ NO_SUCH_FILE = 44
 """Exit status of our own commands."""
 
 
-class Runs(Protocol):
+class Runs(ABC):
     """Runs commands inside, one after the other: `shell.Shell` through pipes, or a backend's own way."""
 
     async def run(self, command: str, *, timeout_s: float, env: dict[str, str] | None = None, stdin: bytes = b"",
-                  output_bytes: int | None = None) -> ExecResult: ...
+                  output_bytes: int | None = None) -> ExecResult:
+        """Like `Sandbox.exec`."""
+        raw, returncode, timed_out, truncated = await self.run_raw(command, timeout_s, env, stdin, output_bytes)
+        return ExecResult(raw.decode("utf-8", "replace"), returncode, timed_out, truncated)
 
+    @abstractmethod
     async def run_raw(self, command: str, timeout_s: float, env: dict[str, str] | None = None, stdin: bytes = b"",
-                      output_bytes: int | None = None) -> tuple[bytes, int, bool, bool]: ...
+                      output_bytes: int | None = None) -> tuple[bytes, int, bool, bool]:
+        """Output bytes, exit status, whether it timed out, whether output was thrown away."""
 
 
 class Commands:

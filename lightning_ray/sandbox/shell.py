@@ -28,6 +28,7 @@ import weakref
 from dataclasses import dataclass
 
 from lightning_ray.sandbox.base import ExecResult, SandboxDied
+from lightning_ray.sandbox.commands import Runs
 
 CHUNK = 65536
 FLOOD_PAUSE_S = 0.002
@@ -58,7 +59,7 @@ class Pipes:
             os.close(descriptor)
 
 
-class Shell:
+class Shell(Runs):
     """Runs one command after the other; concurrent callers wait for their turn. Belongs to one event loop."""
 
     def __init__(self, pipes: Pipes, pid: int, process: int, output_bytes: int) -> None:
@@ -72,12 +73,6 @@ class Shell:
         self._turn = asyncio.Lock()
         self._status = b""
         self.dead = False
-
-    async def run(self, command: str, *, timeout_s: float, env: dict[str, str] | None = None, stdin: bytes = b"",
-                  output_bytes: int | None = None) -> ExecResult:
-        """Like `Sandbox.exec`."""
-        raw, returncode, timed_out, truncated = await self.run_raw(command, timeout_s, env, stdin, output_bytes)
-        return ExecResult(raw.decode("utf-8", "replace"), returncode, timed_out, truncated)
 
     async def run_raw(self, command: str, timeout_s: float, env: dict[str, str] | None = None, stdin: bytes = b"",
                       output_bytes: int | None = None) -> tuple[bytes, int, bool, bool]:

@@ -27,7 +27,8 @@ from kubernetes.stream import stream
 from kubernetes.stream.ws_client import CLOSE_CHANNEL, ERROR_CHANNEL, STDERR_CHANNEL, STDOUT_CHANNEL
 from websocket import ABNF, WebSocketException, WebSocketTimeoutException
 
-from lightning_ray.sandbox.base import ExecResult, SandboxDied, SandboxError
+from lightning_ray.sandbox.base import SandboxDied, SandboxError
+from lightning_ray.sandbox.commands import Runs
 from lightning_ray.sandbox.kubernetes.cluster import Cluster
 from lightning_ray.sandbox.kubernetes.manifest import CONTAINER
 from lightning_ray.sandbox.kubernetes.states import failure
@@ -73,7 +74,7 @@ exit 1
 """
 
 
-class PodShell:
+class PodShell(Runs):
     """Runs one command after the other in a pod, as `shell.Shell` does through pipes. Belongs to one event loop."""
 
     def __init__(self, cluster: Cluster, job: str, pod: str, output_bytes: int, container: str = CONTAINER) -> None:
@@ -85,17 +86,10 @@ class PodShell:
         self._turn = asyncio.Lock()
         self._dead = False
 
-    async def run(self, command: str, *, timeout_s: float, env: dict[str, str] | None = None, stdin: bytes = b"",
-                  output_bytes: int | None = None) -> ExecResult:
-        raw, returncode, timed_out, truncated = await self.run_raw(command, timeout_s, env, stdin, output_bytes)
-        return ExecResult(raw.decode("utf-8", "replace"), returncode, timed_out, truncated)
-
     async def run_raw(self, command: str, timeout_s: float, env: dict[str, str] | None = None, stdin: bytes = b"",
                       output_bytes: int | None = None) -> tuple[bytes, int, bool, bool]:
-        """Output bytes, exit status, whether it timed out, whether output was thrown away.
-
-        A caller that is cancelled leaves the sandbox in the middle of a command: it takes no other from then on.
-        """
+        """See `Runs`. A caller that is cancelled leaves the sandbox in the middle of a command: it takes no other from
+        then on."""
         sent = script(command, env or {})
         async with self._turn:
             if self._dead:
