@@ -31,6 +31,7 @@ WAIT_S = 0.5
 """Longest wait for a rollout before the caller gets a chance to show progress or to be interrupted."""
 PLACEMENT_TIMEOUT_S = 600
 """A cluster that scales by itself needs minutes to add a node."""
+STOP_TIMEOUT_S = 30
 WAIT_AT_ONCE = 32
 """Most ended rollouts handed over at once."""
 
@@ -115,16 +116,15 @@ class Fleet:
             yield from self.ended()
 
     def stop(self) -> None:
-        """Ends every rollout and every process of the runners."""
+        """Ends every rollout and every process of the runners and proxies."""
         self._pending.clear()
         self._dispatch.clear()
-        for runner in self.runners:
+        for part in [*self.runners, *self.proxies]:  # runners first: they ask the proxies
             try:
-                ray.get(runner.stop.remote(), timeout=30)
-            except (RayActorError, ray.exceptions.GetTimeoutError) as error:
-                log.warning("a runner did not stop by itself (%s); its processes end with it", type(error).__name__)
-        for actor in [*self.runners, *self.proxies]:
-            ray.kill(actor)
+                ray.get(part.stop.remote(), timeout=STOP_TIMEOUT_S)
+            except RayError as error:
+                log.warning("%s did not stop by itself (%s); its processes end with it", part, type(error).__name__)
+            ray.kill(part)
         remove_placement_group(self.pairs)
 
     def _start_next(self) -> None:

@@ -85,6 +85,9 @@ class RemoteEndpoint:
     async def finish(self, rollout_id: str) -> list[Call]:
         return []
 
+    async def status(self, rollout_id: str) -> dict[str, int]:
+        return {"faults": 0}
+
 
 @dataclass(slots=True)
 class RemoteFleet:

@@ -44,6 +44,8 @@ class ProxyClient(Protocol):
 
     async def finish(self, rollout_id: str) -> list[Call]: ...
 
+    async def status(self, rollout_id: str) -> dict[str, Any]: ...
+
 
 class Rollouts:
     """Runs rollouts. `sandbox` makes one that is not started; `pool` is needed for a Python harness only."""
@@ -96,7 +98,7 @@ class Rollouts:
             async with self._run_places:
                 with blamed_on("infra", "init"):
                     await self._agent(spec, name, attempt)
-            attempt.failure = stages.judge_run(attempt.result, attempt.calls)
+            attempt.failure = stages.judge_run(attempt.result, attempt.faults)
             if attempt.failure is None:
                 await self._grade(spec.task, name, attempt)
         except StageFailed as failed:
@@ -148,6 +150,8 @@ class Rollouts:
             attempt.timings["run"] = time.monotonic() - running
         with blamed_on("proxy", "run"):
             attempt.calls = await self._surely(self._proxy.finish(name))
+            if not result.ok:
+                attempt.faults = (await self._proxy.status(name))["faults"]
         return result
 
     async def _harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, endpoint: Endpoint) -> HarnessResult:

@@ -47,6 +47,9 @@ class ProxyActor:
     async def finish(self, rollout_id: str) -> list[Call]:
         return await self._handle.finish.remote(rollout_id)
 
+    async def status(self, rollout_id: str) -> dict[str, Any]:
+        return await self._handle.status.remote(rollout_id)
+
 
 @ray.remote(max_concurrency=MAX_CONCURRENCY)
 class Runner:

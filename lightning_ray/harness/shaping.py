@@ -23,7 +23,7 @@ def shape(record: Trajectory, mode: Literal["train", "evaluate"], config: Length
     solved their task are touched."""
     if config is None or mode != "train" or not record.passed:
         return record
-    answered = [call for call in record.calls if call.finish_reason not in ("abort", "error")]
+    answered = [call for call in record.calls if call.finish_reason != "abort"]
     longest = max((len(call.prompt_ids) for call in answered), default=0)
     penalty = length_penalty(len(answered), longest, config)
     record.reward = max(0.0, record.reward - penalty)

@@ -85,23 +85,24 @@ class Attempt:
     grade: Grade | None = None
     failure: Failure | None = None
     timings: dict[str, float] = field(default_factory=dict)
+    faults: int = 0
+    """Requests that the proxy failed on; looked at where the harness failed."""
 
     @property
     def tokens_sampled(self) -> int:
         return sum(len(call.sampled_ids) for call in self.calls)
 
 
-def judge_run(result: HarnessResult, calls: Sequence[Call]) -> Failure | None:
-    """What the end of RUN says. A harness that failed because its endpoint was away, or after a model call failed for
-    reasons of ours, is not to blame."""
+def judge_run(result: HarnessResult, faults: int) -> Failure | None:
+    """What the end of RUN says. A harness that failed because its endpoint was away, or after the proxy failed on some
+    of its requests (`faults`), is not to blame."""
     if result.ok:
         return None
     reason = f"{result.exit_status}: {result.detail}" if result.detail else result.exit_status
     if result.endpoint_failed:
         return Failure("proxy", "run", f"the endpoint failed: {reason}")
-    broken = [call.index for call in calls if call.finish_reason == "error"]
-    if broken:
-        return Failure("proxy", "run", f"model call {broken[-1]} failed, then the harness ended: {result.exit_status}")
+    if faults:
+        return Failure("proxy", "run", f"the proxy failed on {faults} requests, then the harness ended: {reason}")
     return Failure("harness", "run", reason)
 
 

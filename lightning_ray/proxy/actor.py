@@ -86,7 +86,8 @@ class Proxy:
         return await (await self._started()).finish(rollout_id)
 
     async def status(self, rollout_id: str) -> dict[str, int | str | None]:
-        """`calls`, `tokens` (sampled) and `limit` (which one ended the rollout, or None)."""
+        """`calls`, `tokens` (sampled), `limit` (which one ended the rollout, or None) and `faults` (requests that the
+        proxy failed on), also for a while after the rollout is finished."""
         return (await self._started()).status(rollout_id)
 
     async def use(self, generators: list) -> None:

@@ -124,6 +124,7 @@ class Capture:
             raise
         except Exception as error:
             self.session.fail(exchange, counts=bool(exchange.choices))
+            self.session.fault()
             logger.exception("rollout %s: a request could not be served", self.session.opened.rollout_id)
             raise ProxyError("The proxy failed on this request.") from error
         finally:

@@ -93,7 +93,12 @@ class ProxyServer:
                 self._remove_remains(kept)
         listener = kept.pop(TCP, None)
         if listener is None:
-            listener = socket.create_server((self.config.host, self.config.port), backlog=BACKLOG)
+            try:
+                listener = socket.create_server((self.config.host, self.config.port), backlog=BACKLOG)
+            except OSError:
+                if self.keeper is not None:
+                    self.keeper.quit()
+                raise
             if self.keeper is not None:
                 self.keeper.hold(TCP, listener)
         self.address = (reached_at(self.config.host), listener.getsockname()[1])
@@ -228,9 +233,11 @@ class ProxyServer:
             rollout.journal.remove()
 
     def status(self, rollout_id: str) -> dict[str, int | str | None]:
-        """How far the rollout is: `calls`, `tokens` (sampled), and `limit`, the limit that ended it, or None."""
+        """How far the rollout is: `calls`, `tokens` (sampled), `limit` (the one that ended it, or None), and `faults`:
+        requests that the proxy failed on."""
         session = self._known(rollout_id).capture.session
-        return {"calls": len(session.records), "tokens": session.tokens_sampled, "limit": session.limit}
+        return {"calls": len(session.records), "tokens": session.tokens_sampled, "limit": session.limit,
+                "faults": session.faults}
 
     def _known(self, rollout_id: str) -> Rollout:
         try:

@@ -96,6 +96,7 @@ class Front:
             raise
         except Exception:
             logger.exception("a request of rollout %s failed", capture.session.opened.rollout_id)
+            capture.session.fault()
             return refuse(ProxyError("The proxy failed on this request."), dialect)
 
     async def _body(self, request: web.BaseRequest, visit: Visit) -> bytes:

@@ -146,6 +146,8 @@ class Session:
     by_key: dict[bytes, list[Exchange]] = field(default_factory=dict)
     calls_begun: int = 0
     tokens_sampled: int = 0
+    faults: int = 0
+    """Requests that the proxy failed on: the harness was told a server error."""
     limit: str | None = None
     """The limit that ended the rollout, once one was reached."""
     recent: Recent = field(default_factory=Recent)
@@ -194,6 +196,11 @@ class Session:
         if not counts:
             self.calls_begun -= exchange.calls
 
+    def fault(self) -> None:
+        """The proxy failed on a request."""
+        self.log("fault")
+        self.faults += 1
+
     def deliver(self, exchange: Exchange) -> None:
         """Somebody received the whole answer."""
         if not exchange.delivered:
@@ -240,6 +247,8 @@ class Session:
                 self._fail(self.exchanges[fields[0]], fields[1])
             elif kind == "deliver":
                 self.exchanges[fields[0]].delivered = True
+            elif kind == "fault":
+                self.faults += 1
         for exchange in self.unanswered():
             self._fail(exchange, counts=bool(exchange.choices))
 

@@ -29,7 +29,7 @@ class Call:
     versions: np.ndarray
     """int32 [S]: policy version that sampled each token."""
     finish_reason: str
-    """`stop`, `length`, `abort` (the client went away) or `error`."""
+    """`stop`, `length` or `abort` (the client went away)."""
     dialect: str = "chat"
     """`chat`, `completions`, `responses` or `messages`."""
     parent: int | None = None

@@ -31,6 +31,7 @@ class Rollout:
     closed: bool = False
     sites: list[web.BaseSite] = field(default_factory=list)
     waiting: set[asyncio.Task] = field(default_factory=set)
+    faults: int = 0
 
 
 @dataclass
@@ -87,6 +88,9 @@ class ScriptedProxy:
         await self._close(rollout)
         return rollout.calls
 
+    async def status(self, rollout_id: str) -> dict[str, Any]:
+        return {"faults": self.rollouts[rollout_id].faults}
+
     async def _close(self, rollout: Rollout) -> None:
         rollout.closed = True
         for task in rollout.waiting:
@@ -131,15 +135,16 @@ class ScriptedProxy:
         if answer.cut:
             request.transport.close()
             return web.Response()
-        rollout.calls.append(_call(len(rollout.calls), "stop" if answer.status == 200 else "error", answer.text))
+        rollout.faults += answer.status >= 500
         if answer.status != 200:
             return web.json_response({"error": {"message": answer.text, "code": answer.code}}, status=answer.status)
+        rollout.calls.append(_call(len(rollout.calls), answer.text))
         return web.json_response(make(number, answer))
 
 
-def _call(index: int, finish_reason: str, text: str) -> Call:
+def _call(index: int, text: str) -> Call:
     return Call(index, np.zeros(3, np.int32), np.zeros(TOKENS, np.int32), np.zeros(TOKENS, np.float32),
-                np.zeros(TOKENS, np.int32), finish_reason, text=text)
+                np.zeros(TOKENS, np.int32), "stop", text=text)
 
 
 def _chat_body(number: int, answer: Answer) -> dict[str, Any]:

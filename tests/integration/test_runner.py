@@ -352,6 +352,15 @@ async def test_a_command_harness_reaches_its_endpoint_and_is_graded(bench):
     assert "agent" not in record.patch  # its own files are no part of the patch
 
 
+async def test_law8_a_command_harness_that_failed_after_the_proxy_did_is_run_again(bench):
+    bench.proxy.script = lambda rollout, number: (
+        Answer("ours", status=500) if rollout.opened.rollout_id == "r0" else Answer("a + b"))
+    record = await bench.commands(AGENT).run(spec("r0"))
+    assert (record.end, record.passed, record.notes["attempts"]) == ("graded", True, 2)
+    assert record.notes["failures"] == [
+        "proxy: the proxy failed on 1 requests, then the harness ended: exit code 1"]
+
+
 @pytest.mark.parametrize(("program", "harness", "reason"), [
     ("print('no'); raise SystemExit(3)", {}, "exit code 3"),
     ("import time; time.sleep(60)", {"timeout_s": 1}, "Timeout: after 1 s"),

@@ -7,17 +7,19 @@ and grading are real.
 import os
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
-from lightning_ray.config import Config, HarnessConfig, PolicyConfig
+from lightning_ray.config import Config, HarnessConfig, PolicyConfig, RunConfig
+from lightning_ray.fleet import Fleet
 from lightning_ray.generator.request import Generation
 from lightning_ray.harness.runner import Runner
-from lightning_ray.proxy.actor import Proxy
+from lightning_ray.run_directory import RunDirectory
 from lightning_ray.trajectory.branches import branches
 from tests.integration.test_harness import SUBMIT, command_config, settings
 from tests.integration.test_runner import spec
-from tests.unit.proxy_parts import model_dir, tokenizer_of
+from tests.unit.proxy_parts import keepers_of, model_dir, tokenizer_of
 
 COMMANDS = ["cat sums.py", "sed -i 's/a - b/a + b/' sums.py", SUBMIT]
 MODEL_CLASS = "litellm_textbased"
@@ -42,19 +44,23 @@ class Scripted:
 
 
 @pytest.fixture(scope="module")
-def proxy_and_model(tmp_path_factory):
+def fleet_and_policy(tmp_path_factory):
     own = not ray.is_initialized()
     if own:
         ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
     model = model_dir("hermes", tmp_path_factory.mktemp("models"))
     policy = PolicyConfig(path=model, max_context=8192)
-    journal = tmp_path_factory.mktemp("journal")
-    proxy = Proxy.remote(Config().proxy, policy, str(model), [Scripted.remote()], str(journal))
-    ray.get(proxy.start.remote())
-    yield proxy, policy
-    ray.kill(proxy)
+    config = Config(policy=policy, harness=HarnessConfig(kind="command", command=["true"]),
+                    run=RunConfig(dir=tmp_path_factory.mktemp("runs")))
+    yield Fleet.start(config, RunDirectory.create(config), str(model), [Scripted.remote()]), policy
     if own:
         ray.shutdown()
+
+
+@pytest.fixture
+def proxy_and_model(fleet_and_policy):
+    fleet, policy = fleet_and_policy
+    return fleet.proxies[0], policy
 
 
 def run(proxy, policy: PolicyConfig, harness: HarnessConfig, **sandbox):
@@ -89,3 +95,14 @@ def test_a_whole_rollout_in_containers_is_graded(proxy_and_model, containers):
     record = run(*proxy_and_model, harness, backend="container", image=image)
     assert (record.end, record.passed, record.reason) == ("graded", True, "passed"), record
     assert len(record.calls) == len(COMMANDS) and record.notes["limits"]["memory"].startswith("cgroup v")
+
+
+def test_a_fleet_that_was_stopped_leaves_no_process(fleet_and_policy, tmp_path_factory):
+    """Also on a cluster that goes on: the last test here, because it stops what the others use."""
+    fleet, _ = fleet_and_policy
+    runs = tmp_path_factory.getbasetemp()
+    assert len(keepers_of(runs)) == 1
+    processes = [psutil.Process(pid) for pid in ray.get([proxy.pid.remote() for proxy in fleet.proxies])]
+    fleet.stop()
+    _, alive = psutil.wait_procs([*processes, *keepers_of(runs)], timeout=20)
+    assert not alive

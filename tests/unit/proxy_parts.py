@@ -15,6 +15,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
+import psutil
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -258,6 +259,12 @@ async def serving(client_of: Callable[[str], Any]) -> AsyncIterator[Callable]:
 def rollout(name: str = "r0", **fields) -> OpenRollout:
     defaults = {"mode": "train", "sampling": SamplingConfig(max_tokens=256), "seed": 7, "max_calls": 100}
     return OpenRollout(rollout_id=name, **defaults | fields)
+
+
+def keepers_of(directory: Path) -> list[psutil.Process]:
+    """The keepers of listening sockets that run for directories below this one."""
+    return [process for process in psutil.process_iter(["cmdline"])
+            if any(word.startswith(str(directory)) for word in process.info["cmdline"] or ())]
 
 
 def tool_call(command: str, name: str = "bash") -> str:

@@ -126,7 +126,7 @@ async def test_the_cap_on_tokens_ends_the_rollout_with_its_reason(started):
     with pytest.raises(openai.PermissionDeniedError, match="max_tokens"):
         await client.chat.completions.create(**ASK)
     assert server.status("r0") == {
-        "calls": 1, "tokens": 6, "limit": "max_tokens: the rollout has sampled its 6 tokens",
+        "calls": 1, "tokens": 6, "limit": "max_tokens: the rollout has sampled its 6 tokens", "faults": 0,
     }
 
 
@@ -163,6 +163,15 @@ async def test_bodies_that_are_no_request_are_refused(started, body):
         for path in ("chat/completions", "completions", "responses", "messages"):
             async with http.post(f"{endpoint.base_url}/v1/{path}", data=body) as response:
                 assert response.status == 400, path
+
+
+async def test_a_request_that_the_proxy_fails_on_is_a_server_error_and_counted(started):
+    server, _, _, client = await started("chatml", lambda request: 1 // 0)
+    for asked in range(2):
+        with pytest.raises(openai.InternalServerError, match="The proxy failed"):
+            await client.chat.completions.create(**ASK)
+        assert server.status("r0")["faults"] == asked + 1
+    assert await server.finish("r0") == [] and server.status("r0")["faults"] == 2
 
 
 async def test_lone_surrogates_do_not_stop_a_tokenizer(started):

@@ -16,7 +16,7 @@ from lightning_ray.proxy.journal import Journal, journals, read
 from lightning_ray.proxy.keeper import Keeper, allow_descriptors
 from lightning_ray.proxy.rollouts import ProxyServer
 from lightning_ray.proxy.session import Session
-from tests.unit.proxy_parts import ScriptedEngine, codec_of, rollout
+from tests.unit.proxy_parts import ScriptedEngine, codec_of, keepers_of, rollout
 from tests.unit.test_proxy_exactness import SETTINGS, Rollout, play, programs
 
 
@@ -55,6 +55,15 @@ def test_what_was_in_flight_failed_and_counts_no_call():
     again.replay(entries)
     exchange, new = again.admit(b"a", calls=2, retried=True, now_s=1.0)
     assert new and exchange.ordinal == 1 and exchange.repeat == 1
+
+
+def test_faults_are_counted_on():
+    entries = []
+    session = Session(rollout(), log=lambda *entry: entries.append(entry))
+    session.fault()
+    again = Session(rollout())
+    again.replay(entries)
+    assert again.faults == session.faults == 1
 
 
 def test_a_torn_journal_is_good_up_to_the_tear(tmp_path):
@@ -117,6 +126,20 @@ def test_the_keeper_is_found_again_however_many_sockets_it_holds(tmp_path):
     keeper = Keeper(tmp_path, watch=os.getpid())
     assert how_many() == 1100
     keeper.quit()
+
+
+async def test_a_taken_port_leaves_no_keeper(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = ProxyConfig(port=taken.getsockname()[1])
+        codec = codec_of("chatml")
+        server = ProxyServer(codec, Engine([ScriptedEngine(codec, str)]), config, "policy", tmp_path)
+        with pytest.raises(OSError):
+            await server.start()
+    for _ in range(100):
+        if not keepers_of(tmp_path):
+            break
+        await asyncio.sleep(0.05)
+    assert not keepers_of(tmp_path)
 
 
 async def die(server: ProxyServer) -> None:

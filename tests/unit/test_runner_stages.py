@@ -44,14 +44,14 @@ def test_a_failure_while_grading_does_not_run_the_agent_again():
     assert not stages.again(None, 0, retries=2)
 
 
-def test_law8_a_harness_that_failed_after_a_broken_model_call_is_not_to_blame():
-    failed = HarnessResult("InternalServerError", ok=False)
-    assert stages.judge_run(failed, [call(2), call(2, "error", index=1)]) == Failure(
-        "proxy", "run", "model call 1 failed, then the harness ended: InternalServerError")
+def test_law8_a_harness_that_failed_after_the_proxy_failed_is_not_to_blame():
+    failed = HarnessResult("exit code 1", ok=False)
+    assert stages.judge_run(failed, faults=1) == Failure(
+        "proxy", "run", "the proxy failed on 1 requests, then the harness ended: exit code 1")
     away = HarnessResult("InternalServerError", ok=False, endpoint_failed=True)
-    assert stages.judge_run(away, [call(2)]).kind == "proxy"
-    assert stages.judge_run(failed, [call(2)]) == Failure("harness", "run", "InternalServerError")
-    assert stages.judge_run(HarnessResult("Submitted", ok=True), [call(2, "error")]) is None
+    assert stages.judge_run(away, faults=0).kind == "proxy"
+    assert stages.judge_run(failed, faults=0) == Failure("harness", "run", "exit code 1")
+    assert stages.judge_run(HarnessResult("Submitted", ok=True), faults=1) is None
 
 
 def test_the_first_blame_stays():
