@@ -27,10 +27,13 @@ import numpy as np
 import ray
 
 from lightning_ray.config import GeneratorConfig, PolicyConfig
+from lightning_ray.generator.claims import Ended
 from lightning_ray.generator.engine import sampled_logprobs, sampling_params, start_engine
 from lightning_ray.generator.request import GenerateRequest, Generation, Progress, versions_of
 
 NOT_STARTED = "the generator has not been started: call ready() first"
+CLAIM_LOOK_S = 0.01
+"""How often it is looked whether a generation that is claimed has ended."""
 DRAIN_LOOK_S = 0.01
 """How often a draining generator looks whether its engine is done."""
 ENGINE_STOP_S = 1.0
@@ -69,6 +72,7 @@ class GeneratorWorker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._facts: dict[str, Any] = {}
         self._flights: dict[str, _Flight] = {}
+        self._lately = Ended()
         self._open = asyncio.Event()
         self._whole = True
         self._publishes = 0
@@ -120,7 +124,7 @@ class GeneratorWorker:
                     progress.add(await self._sample(flight))
                 else:
                     await _first_of(self._open.wait(), flight.cancelled.wait())
-            return progress.generation()
+            return self._lately.keep(request.request_id, progress.generation())
         finally:
             del self._flights[request.request_id]
 
@@ -168,6 +172,18 @@ class GeneratorWorker:
             flight.progress.cancel()
             flight.cancelled.set()
             await self._take_back(lambda some: some is flight and some.with_engine)
+
+    @ray.method(concurrency_group="control")
+    async def claim(self, request_id: str) -> Generation | None:
+        """What was sampled for a caller that died before it got it, ended now where it still runs. None where nothing
+        is known of it any more (`claims.py`)."""
+        return await self._on_engine_loop(self._claim(request_id))
+
+    async def _claim(self, request_id: str) -> Generation | None:
+        await self._abort(request_id)
+        while request_id in self._flights:
+            await asyncio.sleep(CLAIM_LOOK_S)
+        return self._lately.take(request_id)
 
     @ray.method(concurrency_group="control")
     async def drain(self) -> None:

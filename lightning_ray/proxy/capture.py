@@ -14,7 +14,7 @@ import numpy as np
 from vllm.exceptions import VLLMValidationError
 
 from lightning_ray.generator.request import GenerateRequest, Generation
-from lightning_ray.proxy.codec import Codec
+from lightning_ray.proxy.codec import Answer, Codec
 from lightning_ray.proxy.continuation import Prompt, build_prompt
 from lightning_ray.proxy.conversation import system_prompt
 from lightning_ray.proxy.dialect import Asked
@@ -24,7 +24,7 @@ from lightning_ray.proxy.gate import Gate
 from lightning_ray.proxy.raw_prompt import build_raw_prompt
 from lightning_ray.proxy.reading import Request, read
 from lightning_ray.proxy.sampling import Sampling, call_seed, choose, clamp
-from lightning_ray.proxy.session import Choice, Exchange, LimitReached, Sampled, Session
+from lightning_ray.proxy.session import Choice, Exchange, LimitReached, Sampled, Sent, Session
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class Capture:
         self.began = time.monotonic() - (time.time() - began)
         self.tasks: dict[int, asyncio.Task] = {}
         self.requests: dict[int, list[str]] = {}
+        self.recovering: set[asyncio.Task] = set()
 
     def now(self) -> float:
         """Seconds since the rollout began."""
@@ -108,12 +109,38 @@ class Capture:
         running = {ordinal: task for ordinal, task in self.tasks.items() if not task.done()}
         for ordinal, task in running.items():
             self._abort(ordinal, task)
-        if running:
-            _, late = await asyncio.wait(running.values(), timeout=ABORT_TIMEOUT_S)
+        waiting = {*running.values(), *self.recovering}
+        if waiting:
+            _, late = await asyncio.wait(waiting, timeout=ABORT_TIMEOUT_S)
             for task in late:
                 logger.warning("rollout %s: a generation did not end after its abort", self.session.opened.rollout_id)
                 task.cancel()
         self.engine.forget(self.session.opened.rollout_id)
+
+    def recover(self, lives: list[str]) -> None:
+        """Find what generators sampled for earlier processes (`lives`) that never got it. `finish` waits for it."""
+        for exchange in self.session.lost():
+            for number in range(len(exchange.choices), exchange.calls):
+                for life in lives:
+                    task = asyncio.create_task(self._recover(exchange, exchange.sent, number, life))
+                    self.recovering.add(task)
+                    task.add_done_callback(self.recovering.discard)
+
+    async def _recover(self, exchange: Exchange, sent: Sent, number: int, life: str) -> None:
+        """Record it as cancelled: nobody received it, and the harness has asked again."""
+        parent, new_ids, relation = sent.prompts[number * len(sent.prompts) // exchange.calls]
+        for generation in await self.engine.claim(self.request_id(life, exchange, number)):
+            ids = generation.token_ids
+            if not len(ids):
+                continue
+            text = self.codec.decode(ids.tolist(), new_ids.tolist())
+            self.session.record(Sampled(
+                ordinal=exchange.ordinal, parent=parent, new_ids=new_ids,
+                choice=Choice(Answer(text), "length", None, ids, generation.logprobs), versions=generation.versions,
+                finish_reason="abort", dialect=sent.dialect, relation=relation, masked="cancelled", system="",
+                text=text, end="", added=[], overridden={}, finished_s=self.now(), prompt_tokens=len(new_ids),
+                chain=[], text_length=0, text_digest=b"", raw=False,
+            ))
 
     async def _answer(self, exchange: Exchange, asked: Asked, body_bytes: int, dialect: str) -> None:
         try:
@@ -153,6 +180,9 @@ class Capture:
             )
             for number, ids in enumerate(prompt_ids) for index in range(asked.n)
         ]
+        self.session.send(exchange, Sent(dialect, [
+            (prompt.continues.call if prompt.continues else None, prompt.new_ids, prompt.relation) for prompt in prompts
+        ]))
         self.requests[exchange.ordinal] = [request.request_id for request in requests]
         if len(requests) == 1:
             results = [await self._generate(requests[0])]

@@ -33,6 +33,9 @@ class Generator(Protocol):
     async def abort(self, request_id: str) -> None:
         """End that generation; `generate` then returns what it has."""
 
+    async def claim(self, request_id: str) -> Generation | None:
+        """What was sampled for a caller that died before it got it; ended now where it still runs."""
+
 
 class RayGenerator:
     """A `GeneratorWorker` actor as a `Generator`."""
@@ -55,6 +58,15 @@ class RayGenerator:
             await self.handle.abort.remote(request_id)
         except RayActorError:
             logger.info("abort of %s: its generator is gone", request_id)
+
+    async def claim(self, request_id: str) -> Generation | None:
+        from ray.exceptions import RayError
+
+        try:
+            return await self.handle.claim.remote(request_id)
+        except RayError as error:
+            logger.warning("a generator is gone, and what it sampled for %s with it: %s", request_id, error)
+            return None
 
 
 @dataclass(slots=True, eq=False)
@@ -113,11 +125,11 @@ class Engine:
         else:
             await seat.generator.abort(request_id)
 
-    def abort_anywhere(self, request_id: str) -> None:
-        """Abort a generation that an earlier process of this proxy began, wherever it runs. Does not wait."""
-        for seat in self.seats:
-            task = asyncio.ensure_future(seat.generator.abort(request_id))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    async def claim(self, request_id: str) -> list[Generation]:
+        """What was sampled, by whichever generator, for an earlier process of this proxy; ended now where it still
+        runs."""
+        found = await asyncio.gather(*(seat.generator.claim(request_id) for seat in self.seats))
+        return [one for one in found if one is not None]
 
     def replace(self, generators: Sequence[Generator]) -> None:
         """Other generators from now on. Calls that wait for a dead one are sent to these."""

@@ -123,24 +123,17 @@ class ProxyServer:
             _, opened, token, began = entries[0]
             rollout = self._add(opened, token, began)
             session = rollout.capture.session
-            session.replay(entry for entry in entries[1:] if entry[0] not in ("life", "finish"))
+            cut_off = session.replay(entry for entry in entries[1:] if entry[0] not in ("life", "finish"))
             rollout.journal = Journal(self.directory, opened.rollout_id)
             session.log = rollout.journal.append
             if any(entry[0] == "finish" for entry in entries):
                 self._finished(rollout)
             else:
-                lives = [entry[1] for entry in entries if entry[0] == "life"]
-                self._abort_lost(rollout, lives)
+                for exchange in cut_off:
+                    rollout.journal.append("fail", exchange.ordinal, bool(exchange.choices))
+                rollout.capture.recover([entry[1] for entry in entries if entry[0] == "life"])
                 rollout.journal.append("life", self.life)
             logger.warning("rollout %s is known again, with %d calls", opened.rollout_id, len(session.records))
-
-    def _abort_lost(self, rollout: Rollout, lives: list[str]) -> None:
-        """Generations whose results nobody waits for any more are ended."""
-        for exchange in rollout.capture.session.exchanges:
-            if exchange.failed and len(exchange.choices) < exchange.calls:
-                for number in range(exchange.calls):
-                    for life in lives:
-                        self.engine.abort_anywhere(rollout.capture.request_id(life, exchange, number))
 
     async def _take_over(self, name: str, listener: socket.socket) -> None:
         rollout_id, _, port = name.rpartition(":")

@@ -66,10 +66,21 @@ class Exchange:
     failed: bool = False
     choices: list[Choice] = field(default_factory=list)
     prompt_tokens: int = 0
+    sent: "Sent | None" = None
+    """What the engine was asked, until it has answered."""
 
     def name(self, prefix: str) -> str:
         """An id for the response; the same for a replay."""
         return f"{prefix}{self.key.hex()}{self.ordinal:x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The prompts of an exchange as the engine was asked: for each the call that it continues, the tokens after that
+    call's, and the relation."""
+
+    dialect: str
+    prompts: list[tuple[int | None, np.ndarray, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,7 @@ class Sampled:
     prompt_tokens: int
     """Of all prompts of the exchange."""
     chain: list[bytes]
+    """Empty where nobody will go on from it: it was found again after the proxy's process died."""
     text_length: int
     text_digest: bytes
     raw: bool
@@ -196,6 +208,11 @@ class Session:
         if not counts:
             self.calls_begun -= exchange.calls
 
+    def send(self, exchange: Exchange, sent: Sent) -> None:
+        """The engine is about to be asked."""
+        self.log("send", exchange.ordinal, sent)
+        exchange.sent = sent
+
     def fault(self) -> None:
         """The proxy failed on a request."""
         self.log("fault")
@@ -218,8 +235,12 @@ class Session:
         exchange = self.exchanges[sampled.ordinal]
         exchange.choices.append(choice)
         exchange.prompt_tokens = sampled.prompt_tokens
+        if len(exchange.choices) == exchange.calls:
+            exchange.sent = None
         self.records.append(sampled)
         self.tokens_sampled += len(choice.token_ids)
+        if not sampled.chain:
+            return index
         self.history.add_child(sampled.parent)
         self.history.add_prompt(sampled.chain)
         if sampled.finish_reason not in ("stop", "length"):
@@ -236,8 +257,9 @@ class Session:
             self.history.add_answer(name, answered)
         return index
 
-    def replay(self, entries: Iterable[tuple]) -> None:
-        """Do again what `log` was told. What had begun and was not wholly answered is left as failed."""
+    def replay(self, entries: Iterable[tuple]) -> list[Exchange]:
+        """Do again what `log` was told. What had begun and was neither answered nor failed has failed now: these are
+        returned."""
         for kind, *fields in entries:
             if kind == "begin":
                 self._begin(*fields)
@@ -249,8 +271,16 @@ class Session:
                 self.exchanges[fields[0]].delivered = True
             elif kind == "fault":
                 self.faults += 1
-        for exchange in self.unanswered():
+            elif kind == "send":
+                self.exchanges[fields[0]].sent = fields[1]
+        cut_off = self.unanswered()
+        for exchange in cut_off:
             self._fail(exchange, counts=bool(exchange.choices))
+        return cut_off
+
+    def lost(self) -> list[Exchange]:
+        """Exchanges for which the engine was asked, and whose answers have not all been recorded."""
+        return [one for one in self.exchanges if one.sent is not None and len(one.choices) < one.calls]
 
     def unanswered(self) -> list[Exchange]:
         """Exchanges that have begun and are neither answered nor failed."""

@@ -21,22 +21,36 @@ from tests.unit.proxy_parts import model_dir, tokenizer_of
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)
 class Scripted:
-    """A generator whose answers are always the same words; `first_life` makes it die at its first call."""
+    """A generator whose answers are always the same words. It dies at its first call, where `marker` does not exist
+    yet; the first call that asks it to wait is never answered, only claimed."""
 
     def __init__(self, words: str, marker: str | None = None) -> None:
-        tokenizer = tokenizer_of("hermes")
-        self.ids = [*tokenizer.encode(words, add_special_tokens=False), tokenizer.eos_token_id]
+        self.tokenizer = tokenizer_of("hermes")
+        self.ids = [*self.tokenizer.encode(words, add_special_tokens=False), self.tokenizer.eos_token_id]
         self.marker = marker
+        self.waits: str | None = None
 
     async def generate(self, request) -> Generation:
         if self.marker and not os.path.exists(self.marker):
             open(self.marker, "w").close()
             os._exit(1)
-        size = len(self.ids)
-        return Generation(np.asarray(self.ids, np.int32), np.zeros(size, np.float32), np.zeros(size, np.int32), "stop")
+        if self.waits is None and "Wait" in self.tokenizer.decode(request.prompt_ids):
+            self.waits = request.request_id
+            await asyncio.Event().wait()
+        return self.said(len(self.ids), "stop")
+
+    def said(self, size: int, finish_reason: str) -> Generation:
+        ids = np.asarray(self.ids[:size], np.int32)
+        return Generation(ids, np.zeros(size, np.float32), np.zeros(size, np.int32), finish_reason)
+
+    async def waiting(self) -> bool:
+        return self.waits is not None
 
     async def abort(self, request_id: str) -> None:
         pass
+
+    async def claim(self, request_id: str) -> Generation | None:
+        return self.said(2, "abort") if request_id == self.waits else None
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +73,20 @@ def opened(name: str) -> OpenRollout:
 
 
 @pytest.fixture(scope="module")
-def proxy(cluster, model, tmp_path_factory):
-    marker = tmp_path_factory.mktemp("marker") / "died"
-    generator = Scripted.remote("The same words.", str(marker))
+def generator(cluster, tmp_path_factory):
+    actor = Scripted.remote("The same words.", str(tmp_path_factory.mktemp("marker") / "died"))
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def proxy(generator, model, tmp_path_factory):
     policy = PolicyConfig(path=model, tool_parser="hermes", max_context=4096)
     actor = Proxy.remote(ProxyConfig(), policy, str(model), [generator], str(tmp_path_factory.mktemp("journal")))
     assert ray.get(actor.start.remote())[1] > 0
     yield actor
     ray.get(actor.stop.remote())
     ray.kill(actor)
-    ray.kill(generator)
 
 
 async def test_law4_a_generator_that_dies_is_waited_for(proxy):
@@ -83,21 +101,26 @@ async def test_law4_a_generator_that_dies_is_waited_for(proxy):
     await client.close()
 
 
-async def test_law8_the_proxy_is_killed_and_the_harness_goes_on(proxy):
-    """Kill the actor's process in the middle of a conversation: the client's own retry is all it takes."""
+async def test_law1_law8_the_proxy_is_killed_and_the_harness_goes_on(proxy, generator):
+    """Kill the actor's process while a call is in flight: the client's own retry is all it takes, and what had been
+    sampled for that call is counted."""
     endpoint = await proxy.open.remote(opened("killed"))
     client = openai.AsyncOpenAI(base_url=endpoint.base_url + "/v1", api_key="x", max_retries=2, timeout=120)
     messages = [{"role": "user", "content": "Go"}]
     one = await client.chat.completions.create(model="policy", messages=messages)
+    messages += [{"role": "assistant", "content": one.choices[0].message.content}, {"role": "user", "content": "Wait"}]
+    asked = asyncio.create_task(client.chat.completions.create(model="policy", messages=messages))
+    while not await generator.waiting.remote():
+        await asyncio.sleep(0.01)
     os.kill(await proxy.pid.remote(), signal.SIGKILL)
-    messages += [{"role": "assistant", "content": one.choices[0].message.content}, {"role": "user", "content": "On"}]
-    two = await client.chat.completions.create(model="policy", messages=messages)
+    two = await asked
     assert two.choices[0].message.content == "The same words."
     await client.close()
-    calls = await proxy.finish.remote("killed")
+    calls = sorted(await proxy.finish.remote("killed"), key=lambda call: (call.masked is not None, call.index))
     assert [(call.relation, call.parent, call.masked) for call in calls] == [
-        ("new_conversation", None, None), ("continued", 0, None),
+        ("new_conversation", None, None), ("continued", 0, None), ("continued", 0, "cancelled"),
     ]
+    assert len(calls[2].sampled_ids) == 2 and calls[1].prompt_ids.tolist() == calls[2].prompt_ids.tolist()
 
 
 INSIDE = """

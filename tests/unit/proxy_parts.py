@@ -175,6 +175,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.hold: asyncio.Event | None = None
         self.version = 0
+        self.ended: dict[str, Generation] = {}
         self._events: dict[str, asyncio.Event] = {}
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -198,13 +199,20 @@ class ScriptedEngine:
             if aborted.is_set():
                 ids, finish = ids[:2], "abort"
         size = len(ids)
-        return Generation(
+        self.ended[request.request_id] = Generation(
             np.asarray(ids, np.int32), np.full(size, -0.5, np.float32), np.full(size, self.version, np.int32), finish
         )
+        return self.ended[request.request_id]
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         self._events.setdefault(request_id, asyncio.Event()).set()
+
+    async def claim(self, request_id: str) -> Generation | None:
+        await self.abort(request_id)
+        while request_id not in self.ended and any(one.request_id == request_id for one in self.requests):
+            await asyncio.sleep(0.01)
+        return self.ended.pop(request_id, None)
 
 
 def proxy_of(

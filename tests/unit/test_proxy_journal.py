@@ -16,6 +16,7 @@ from lightning_ray.proxy.journal import Journal, journals, read
 from lightning_ray.proxy.keeper import Keeper, allow_descriptors
 from lightning_ray.proxy.rollouts import ProxyServer
 from lightning_ray.proxy.session import Session
+from lightning_ray.trajectory.branches import parents
 from tests.unit.proxy_parts import ScriptedEngine, codec_of, keepers_of, rollout
 from tests.unit.test_proxy_exactness import SETTINGS, Rollout, play, programs
 
@@ -150,10 +151,18 @@ async def die(server: ProxyServer) -> None:
     server.keeper._channel.close()
 
 
-async def test_law8_a_proxy_that_comes_back_knows_its_rollouts(tmp_path):
+async def test_law1_law8_a_proxy_that_comes_back_knows_its_rollouts(tmp_path):
     codec = codec_of("hermes")
     words = iter(["One.", "Two.", "Three."])
     engine = ScriptedEngine(codec, lambda request: next(words))
+    sampled, generate = {}, engine.generate
+
+    async def counted(request):
+        generation = await generate(request)
+        sampled[request.request_id] = generation.token_ids
+        return generation
+
+    engine.generate = counted
     config = ProxyConfig()
     first = ProxyServer(codec, Engine([engine]), config, "policy", tmp_path)
     await first.start()
@@ -177,9 +186,13 @@ async def test_law8_a_proxy_that_comes_back_knows_its_rollouts(tmp_path):
     assert engine.requests[1].request_id in engine.aborted
     assert engine.requests[2].prompt_ids == engine.requests[1].prompt_ids
     calls = await second.finish("a/1")
-    assert [(call.relation, call.parent, call.masked) for call in calls] == [
-        ("new_conversation", None, None), ("continued", 0, None),
+    lost, retried = calls[1:] if calls[1].masked else calls[:0:-1]
+    assert [(call.relation, call.parent, call.masked) for call in (calls[0], lost, retried)] == [
+        ("new_conversation", None, None), ("continued", 0, "cancelled"), ("continued", 0, None),
     ]
+    assert lost.prompt_ids.tolist() == retried.prompt_ids.tolist() and lost.text == codec.decode(lost.sampled_ids)
+    assert sum(len(call.sampled_ids) for call in calls) == sum(map(len, sampled.values()))
+    assert len(parents(calls)) == 3
     await die(second)
     third = ProxyServer(codec, Engine([engine]), config, "policy", tmp_path)  # finish is asked again: the same answer
     await third.start(restored=True)
