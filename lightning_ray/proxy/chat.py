@@ -4,12 +4,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from openai.types import CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionMessageToolCall
-from openai.types.chat.chat_completion import Choice as FullChoice
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
-from openai.types.chat.chat_completion_message_function_tool_call import Function
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
 from lightning_ray.proxy import sse
@@ -65,17 +63,15 @@ class Chat:
 
     def answer(self, asked: Asked, exchange: Exchange, created: int) -> bytes:
         choices = [
-            made(
-                FullChoice, index=index, message=self._message(choice), finish_reason=choice.finish_reason,
-                logprobs=self._logprobs(asked, choice),
-            )
+            {"index": index, "message": self._message(choice), "finish_reason": choice.finish_reason,
+             "logprobs": self._logprobs(asked, choice)}
             for index, choice in enumerate(exchange.choices)
         ]
-        response = made(
-            ChatCompletion, id=exchange.name("chatcmpl-"), object="chat.completion", created=created,
-            model=asked.request.model or self.model, choices=choices, usage=usage(exchange),
-        )
-        return response.model_dump_json(exclude_unset=True, warnings=False).encode()
+        response = ChatCompletion.model_validate({
+            "id": exchange.name("chatcmpl-"), "object": "chat.completion", "created": created,
+            "model": asked.request.model or self.model, "choices": choices, "usage": usage(exchange),
+        })
+        return response.model_dump_json(exclude_unset=True).encode()
 
     def stream(self, asked: Asked, exchange: Exchange, created: int) -> bytes:
         options = asked.request.stream_options
@@ -105,20 +101,17 @@ class Chat:
     def stream_error(self, error: ProxyError) -> bytes:
         return sse.event(openai_body(error).decode())
 
-    def _message(self, choice: Choice) -> ChatCompletionMessage:
+    def _message(self, choice: Choice) -> dict[str, Any]:
         answer = choice.answer
         fields: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if answer.tool_calls else "")}
         if answer.reasoning:
             fields |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
         if answer.tool_calls:
             fields["tool_calls"] = [
-                made(
-                    ChatCompletionMessageToolCall, id=call.id, type="function",
-                    function=made(Function, name=call.name, arguments=call.arguments),
-                )
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in answer.tool_calls
             ]
-        return made(ChatCompletionMessage, **fields)
+        return fields
 
     def _deltas(self, asked: Asked, choice: Choice) -> Iterable[tuple[ChoiceDelta, str | None, Any]]:
         answer = choice.answer
