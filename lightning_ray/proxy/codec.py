@@ -7,7 +7,9 @@ prompt takes milliseconds, so callers move those off the event loop.
 Texts that come out of `render` may carry marks (`special.py`); `encode` understands them.
 """
 
+import json
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,8 @@ for name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning", "vllm.rendere
     # They report each malformed tool call with a traceback. Policies sample those all day: data, not errors.
     logging.getLogger(name).setLevel(logging.CRITICAL)
 
+REMEMBERED_TOOLS = 64
+"""So many lists of tools are remembered."""
 CONTEXT_TOKENS = 6
 """So many tokens before a stretch are decoded with it, so that its first characters come out right."""
 
@@ -77,6 +81,16 @@ class Answer:
         return Message(message)
 
 
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of a request."""
+
+    text: str
+    """As JSON: equal texts, equal tools."""
+    protected: list[dict[str, Any]] | None
+    """As the template is given them; None where there are none."""
+
+
 class Codec:
     """The tokenizer, chat template and parsers of one policy.
 
@@ -106,6 +120,8 @@ class Codec:
         self.parser_class = self._parser(policy)
         self.specials = Specials(self.tokenizer.backend_tokenizer)
         self.end_texts = self._end_texts(model_dir)
+        self._protected_tools: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
+        self._latest_tools: tuple[ChatCompletionRequest, Tools] | None = None
 
     def _template(self, model_dir: Path, policy: PolicyConfig) -> str | None:
         if policy.chat_template is not None:
@@ -138,9 +154,25 @@ class Codec:
         ids.update(declared if isinstance(declared, list) else [declared])
         return tuple(self.tokenizer.decode([index]) for index in sorted(i for i in ids if i is not None))
 
-    def tools_of(self, request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-        """The tools as the template sees them."""
-        return [tool.model_dump() for tool in request.tools] if request.tools else None
+    def tools_of(self, request: ChatCompletionRequest) -> Tools:
+        """The tools of a request. It is asked several times for the same one, and a harness sends the same tools with
+        every request."""
+        latest = self._latest_tools
+        if latest is None or latest[0] is not request:
+            latest = self._latest_tools = (request, self._tools_of(request))
+        return latest[1]
+
+    def _tools_of(self, request: ChatCompletionRequest) -> Tools:
+        if not request.tools:
+            return Tools("", None)
+        tools = [tool.model_dump() for tool in request.tools]
+        text = json.dumps(tools, default=str)
+        known = self._protected_tools.get(text)
+        if known is None:
+            known = self._protected_tools[text] = self.specials.protect(tools)
+            if len(self._protected_tools) > REMEMBERED_TOOLS:
+                self._protected_tools.popitem(last=False)
+        return Tools(text, known)
 
     def chat_params(self, request: ChatCompletionRequest) -> ChatParams:
         return request.build_chat_params(self.chat_template, "auto")
@@ -166,7 +198,7 @@ class Codec:
         Raises vLLM's `VLLMValidationError` where the template or the message format refuses it.
         """
         params = self.chat_params(request)
-        tools = self.specials.protect(self.tools_of(request))
+        tools = self.tools_of(request).protected
         extra = {"tools": tools, "tokenize": False}
         if not generation_prompt:
             extra |= {"add_generation_prompt": False, "continue_final_message": False}

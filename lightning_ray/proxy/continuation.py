@@ -111,7 +111,7 @@ def build_prompt(
 
     Raises `ContextLength` where the text is too long for any tokenisation, and what `Codec.render` raises.
     """
-    start = settings_digest(codec.tools_of(request), codec.template_kwargs(request))
+    start = settings_digest(codec.tools_of(request).text, codec.template_kwargs(request))
     digests = chain(start, messages)
     found = history.find(digests, messages)
     messages = put_back_arguments(messages, found)

@@ -95,9 +95,9 @@ def message_digest(message: Message) -> bytes:
     return message.digest
 
 
-def settings_digest(tools: Sequence[Any] | None, template_kwargs: dict[str, Any]) -> bytes:
-    """What else reaches the template: equal conversations under other tools are other conversations."""
-    return digest([json.dumps([tools or [], template_kwargs], sort_keys=True, default=str)])
+def settings_digest(tools: str, template_kwargs: dict[str, Any]) -> bytes:
+    """What else reaches the template: equal conversations under other tools (as JSON) are other conversations."""
+    return digest([tools, json.dumps(template_kwargs, sort_keys=True, default=str)])
 
 
 def chain(start: bytes, messages: Sequence[Message]) -> list[bytes]:
