@@ -8,7 +8,6 @@ the sandbox. Everything inside dies with the process that started the sandbox (`
 `pid` is the first process inside: a listener in its network namespace (`network.listen_inside`) is the way out.
 """
 
-import asyncio
 import contextlib
 import functools
 import json
@@ -25,22 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ray.sandbox import filesystem, limits, overlay, pack, seccomp, staging, uids
-from lightning_ray.sandbox.base import (
-    ENDPOINT_PORT,
-    ENDPOINT_URL,
-    WORKSPACE,
-    Listen,
-    SandboxDied,
-    SandboxError,
-    SandboxSpec,
-    SandboxUnavailable,
-)
-from lightning_ray.sandbox.commands import Commands
-from lightning_ray.sandbox.shell import Pipes, Shell
+from lightning_ray.sandbox.base import WORKSPACE, SandboxError, SandboxSpec, SandboxUnavailable
+from lightning_ray.sandbox.local import START_TIMEOUT_S, Local, Running
+from lightning_ray.sandbox.shell import Pipes
 
 THREADS = 4
 """Threads that start and stop sandboxes, so that a thousand at once do not stall the event loop."""
-START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 
 
@@ -51,74 +40,34 @@ def threads() -> ThreadPoolExecutor:
 
 
 @dataclass(slots=True)
-class Running:
+class Processes(Running):
     """The processes of a sandbox and what the host holds for it."""
 
     outer: subprocess.Popen[bytes]
-    pid: int
-    process: int
-    """pidfd of `pid`."""
     group: limits.LimitedGroup
     uid: int | None
-    pipes: Pipes
-    bootstrap: str
-    """What bash must be told first."""
 
 
-class Bubblewrap(Commands):
-    """See `base.Sandbox`. Belongs to the event loop that started it."""
+class Bubblewrap(Local):
+    """See `base.Sandbox`."""
 
-    _workspace = WORKSPACE
     _scratch = filesystem.SCRATCH
+    threads = staticmethod(threads)
 
     def __init__(self, spec: SandboxSpec, without: frozenset[str] = frozenset()) -> None:
         """`without`: parts of the isolation to leave out, `system_calls` or `user` (see `backend.choose`)."""
-        self.spec = spec
+        super().__init__(spec)
         self._without = without
-        self._running: Running | None = None
-        self._stopped = False
 
-    @property
-    def pid(self) -> int:
-        """The first process inside, as the host numbers it."""
-        if self._running is None:
-            raise SandboxError("the sandbox is not running")
-        return self._running.pid
+    async def _launcher(self) -> Callable[[], Running]:
+        return functools.partial(_launch, self.spec, self._without)
 
-    async def start(self) -> None:
-        if self._stopped or self._running:
-            raise SandboxError("a sandbox is started once")
-        launch = asyncio.get_running_loop().run_in_executor(threads(), _launch, self.spec, self._without)
-        try:
-            running = await asyncio.shield(launch)
-        except asyncio.CancelledError:
-            launch.add_done_callback(_abandon)
-            raise
-        self._running = running
-        self._shell = Shell(running.pipes, running.pid, running.process, self.spec.limits.output_bytes)
-        try:
-            ready = await self._shell.bootstrap(running.bootstrap, START_TIMEOUT_S)
-            if ready.returncode:
-                raise SandboxError(f"the workspace {self.spec.workspace} does not fit into the sandbox: {ready.output}")
-        except SandboxDied as error:
-            await self.stop()
-            raise SandboxError(f"the sandbox {self.spec.name} cannot be started: {error}") from error
-        except BaseException:
-            await self.stop()
-            raise
-
-    async def connect(self, listen: Listen) -> str:
-        await listen(self.pid, ENDPOINT_PORT)
-        return ENDPOINT_URL
-
-    async def stop(self) -> None:
-        self._stopped = True
-        running, self._running = self._running, None
-        if running is None:
-            return
-        if self._shell is not None:
-            self._shell.kill()
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(threads(), _end, running))
+    def _end(self, running: Processes) -> None:
+        _kill(running.outer, running.process)
+        running.group.remove()
+        if running.uid is not None and (owners := uids.of_this_process()):
+            owners.give_back(running.uid)
+        running.pipes.close()
 
 
 @functools.cache
@@ -145,7 +94,7 @@ def _setpriv() -> str:
     return path
 
 
-def _launch(spec: SandboxSpec, without: frozenset[str]) -> Running:
+def _launch(spec: SandboxSpec, without: frozenset[str]) -> Processes:
     """Start the processes (in a thread: it blocks)."""
     inherited: list[int] = []  # descriptors that only the child needs
     ours: list[int] = []
@@ -226,7 +175,7 @@ def _launch(spec: SandboxSpec, without: frozenset[str]) -> Running:
             f"tar -xf - -C {WORKSPACE} --no-same-owner <&{workspace} {workspace}<&- {status_in}<&- {data_in}<&-\n"
             f"done=$?; exec {workspace}<&-; (exit $done)"
         )
-    return Running(outer, pid, process, group, uid, pipes, bootstrap)
+    return Processes(pid, process, pipes, bootstrap, outer, group, uid)
 
 
 def _layers(spec: SandboxSpec, uid: int | None) -> contextlib.AbstractContextManager[overlay.Layers | None]:
@@ -275,15 +224,6 @@ def _said(output: int) -> str:
     return ""
 
 
-def _end(running: Running) -> None:
-    """Kill all of it and wait until it is gone (in a thread: it blocks)."""
-    _kill(running.outer, running.process)
-    running.group.remove()
-    if running.uid is not None and (owners := uids.of_this_process()):
-        owners.give_back(running.uid)
-    running.pipes.close()
-
-
 def _kill(outer: subprocess.Popen[bytes], process: int) -> None:
     """Kill the first process inside, and with it all others (closes its pidfd). The outer process then reaps it and
     ends by itself; killed first, it would leave a zombie to whoever is process 1 out here."""
@@ -296,9 +236,3 @@ def _kill(outer: subprocess.Popen[bytes], process: int) -> None:
         os.close(handle)
     outer.kill()
     outer.wait()
-
-
-def _abandon(launch: asyncio.Future[Running]) -> None:
-    """A start whose caller was cancelled: end what it started, as soon as it has."""
-    if not launch.cancelled() and launch.exception() is None:
-        threads().submit(_end, launch.result())

@@ -10,7 +10,6 @@ daemon's user namespace.
 A container ends by itself when the process that started it is gone; `daemon.janitor` removes what is left of it.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -19,7 +18,9 @@ import secrets
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,11 @@ from docker.types import Mount
 
 from lightning_ray.config import SandboxConfig
 from lightning_ray.sandbox import daemon, filesystem, limits, pack, seccomp, uids
-from lightning_ray.sandbox.base import (
-    ENDPOINT_PORT,
-    ENDPOINT_URL,
-    WORKSPACE,
-    Listen,
-    SandboxDied,
-    SandboxError,
-    SandboxSpec,
-    SandboxUnavailable,
-)
-from lightning_ray.sandbox.commands import Commands
+from lightning_ray.sandbox.base import WORKSPACE, SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.fifos import Fifos, redirections
 from lightning_ray.sandbox.images import Image, Images
-from lightning_ray.sandbox.shell import Pipes, Shell
+from lightning_ray.sandbox.local import START_TIMEOUT_S, Local, Running
 
-START_TIMEOUT_S = 120.0
 PIPES = "/.pipes"
 """Where the pipes' directory is mounted inside; empty once the shell has them."""
 SCRATCH = "/.scratch"
@@ -52,15 +42,11 @@ GIT = "[user]\n\tname = {0}\n\temail = {0}@sandbox\n[safe]\n\tdirectory = *\n[co
 
 
 @dataclass(slots=True)
-class Running:
+class Held(Running):
     """A container and what the host holds for it."""
 
     container: str
-    pid: int
-    process: int
-    """pidfd of `pid`."""
     uid: int | None
-    pipes: Pipes
     directory: Path
 
 
@@ -101,65 +87,37 @@ class Containers:
         self.images.close()
 
 
-class Container(Commands):
-    """See `base.Sandbox`. Belongs to the event loop that started it."""
+class Container(Local):
+    """See `base.Sandbox`."""
 
-    _workspace = WORKSPACE
     _scratch = SCRATCH
+    threads = staticmethod(daemon.threads)
 
     def __init__(self, spec: SandboxSpec, containers: Containers, image: Image | None = None) -> None:
         """`image`: of this one and no other, unchecked."""
-        self.spec = spec
+        super().__init__(spec)
         self._containers = containers
         self._image = image
-        self._running: Running | None = None
-        self._stopped = False
 
-    @property
-    def pid(self) -> int:
-        """The first process inside, as the host numbers it."""
-        if self._running is None:
-            raise SandboxError("the sandbox is not running")
-        return self._running.pid
-
-    async def start(self) -> None:
-        if self._stopped or self._running:
-            raise SandboxError("a sandbox is started once")
+    async def _launcher(self) -> Callable[[], Running]:
         config = self._containers.config
         image = self._image or await self._containers.images.get(self.spec.image or config.image)
-        launch = asyncio.get_running_loop().run_in_executor(
-            daemon.threads(), _launch, self.spec, image, config.container.runtime)
+        return partial(_launch, self.spec, image, config.container.runtime)
+
+    def _end(self, running: Held) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(running.process, signal.SIGKILL)
+        os.close(running.process)
+        running.pipes.close()
         try:
-            running = await asyncio.shield(launch)
-        except asyncio.CancelledError:
-            launch.add_done_callback(_abandon)
-            raise
-        self._running = running
-        self._shell = Shell(running.pipes, running.pid, running.process, self.spec.limits.output_bytes)
-        try:
-            await self._shell.bootstrap(limits.ulimits(self.spec.limits, set(limits.CONTROLLERS)), START_TIMEOUT_S)
-        except SandboxDied as error:
-            await self.stop()
-            raise SandboxError(f"the sandbox {self.spec.name} cannot be started: {error}") from error
-        except BaseException:
-            await self.stop()
-            raise
-
-    async def connect(self, listen: Listen) -> str:
-        await listen(self.pid, ENDPOINT_PORT)
-        return ENDPOINT_URL
-
-    async def stop(self) -> None:
-        self._stopped = True
-        running, self._running = self._running, None
-        if running is None:
-            return
-        if self._shell is not None:
-            self._shell.kill()
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(daemon.threads(), _end, running))
+            daemon.remove(running.container)
+            if running.uid is not None and (owners := uids.of_this_process()):
+                owners.give_back(running.uid)
+        finally:
+            shutil.rmtree(running.directory, ignore_errors=True)
 
 
-def _launch(spec: SandboxSpec, image: Image, runtime: str) -> Running:
+def _launch(spec: SandboxSpec, image: Image, runtime: str) -> Held:
     """Start the container (in a thread: it blocks)."""
     directory = Path(tempfile.mkdtemp(prefix=f"{limits.PREFIX}{limits.owner()}."))
     owners = None if daemon.has_own_user_namespace() else uids.of_this_process()
@@ -198,7 +156,8 @@ def _launch(spec: SandboxSpec, image: Image, runtime: str) -> Running:
             detail = f"{error} {said}".strip()
             raise SandboxError(f"the sandbox {spec.name} cannot be started: {detail}") from error
         raise
-    return Running(container, pid, process, uid, fifos.pipes(), directory)
+    bootstrap = f"{limits.ulimits(spec.limits, set(limits.CONTROLLERS))}; true"
+    return Held(pid, process, fifos.pipes(), bootstrap, container, uid, directory)
 
 
 def _settings(spec: SandboxSpec, image: Image, runtime: str, directory: Path, uid: int) -> dict[str, Any]:
@@ -275,33 +234,12 @@ def _ended(container: str) -> str:
 
 def _open_process(pid: int, container: str) -> int:
     """A pidfd of the container's first process, where that is a process of this machine's."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         process = os.pidfd_open(pid)
-        if container in Path(f"/proc/{pid}/cgroup").read_text():
-            return process
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if container in Path(f"/proc/{pid}/cgroup").read_text():
+                return process
         os.close(process)
-    except (ProcessLookupError, FileNotFoundError):
-        pass
     raise SandboxUnavailable(
         f"process {pid} of this machine is not the container's, as its daemon says: the daemon must run on this "
         "machine, and a runner that is itself in a container needs the host's pid namespace")
-
-
-def _end(running: Running) -> None:
-    """Kill all of it and wait until it is gone (in a thread: it blocks)."""
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(running.process, signal.SIGKILL)
-    os.close(running.process)
-    running.pipes.close()
-    try:
-        daemon.remove(running.container)
-        if running.uid is not None and (owners := uids.of_this_process()):
-            owners.give_back(running.uid)
-    finally:
-        shutil.rmtree(running.directory, ignore_errors=True)
-
-
-def _abandon(launch: "asyncio.Future[Running]") -> None:
-    """A start whose caller was cancelled: end what it started, as soon as it has."""
-    if not launch.cancelled() and launch.exception() is None:
-        daemon.threads().submit(_end, launch.result())
