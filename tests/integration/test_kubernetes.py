@@ -78,6 +78,8 @@ async def test_a_sandbox_in_a_pod_does_what_every_sandbox_does(make, server):
         assert await sandbox.get("shop.py") == b"new\n"
         with pytest.raises(FileNotFoundError):
             await sandbox.get("nothing")
+        done = await sandbox.exec("git commit -q --allow-empty -m x && git log -1 --format=%an", timeout_s=10)
+        assert done.output == "agent\n"
         await sandbox.exec("echo 1 > added; rm -rf .git", timeout_s=10)
         patch = await sandbox.diff()
         assert "+new" in patch and "+++ b/added" in patch

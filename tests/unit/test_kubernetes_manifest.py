@@ -1,6 +1,7 @@
 """What the cluster is asked for: the isolation of every Job, what a template may add, and Kubernetes' own models."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,16 @@ def test_law7_what_is_copied_in_is_filled_by_a_copier_and_read_only_for_the_sand
                                       {"name": "copied-0", "mountPath": "/opt/runner"}]
     assert copier["securityContext"] == container["securityContext"] and copier["image"] == container["image"]
     assert "envFrom" not in copier and "initContainers" not in pod_of(manifest.job(CONFIG, {}, OWNER, spec()))
+
+
+def test_git_works_in_a_volume_that_belongs_to_root_and_without_a_name_for_the_user(monkeypatch, tmp_path):
+    (container,) = pod_of(manifest.job(CONFIG, {}, OWNER, spec()))["containers"]
+    for each in container["env"]:
+        monkeypatch.setenv(each["name"], each["value"])
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own way to try it
+    script = "git init -q . && git commit -q --allow-empty -m x && git log --format='%an %ae'"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("agent agent@sandbox\n", 0), done.stderr
 
 
 def test_limits_and_deadlines():

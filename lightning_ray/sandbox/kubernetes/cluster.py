@@ -41,6 +41,7 @@ WATCH_S = 240
 """The server ends a watch after so long; it then goes on from where it was."""
 WATCH_PAUSE_S = 1.0
 LEASE_S = 60
+"""Without a renewal; more than the clocks of two nodes differ."""
 RENEW_S = 10.0
 SWEEP_EVERY = 6
 """Renewals of the Lease between two sweeps."""
@@ -169,9 +170,7 @@ class Cluster:
     def sweep(self) -> list[str]:
         """Delete Jobs of this run that nobody owns, and the Leases that ran out; names of what was deleted."""
         leases = self._ask(self._leases.list_namespaced_lease, self.namespace, label_selector=self._of_run).items
-        now = datetime.now(UTC)
-        lives = {each.spec.holder_identity for each in leases if each.spec.renew_time + timedelta(
-            seconds=each.spec.lease_duration_seconds) > now} | {self.owner.name}
+        lives = {each.spec.holder_identity for each in leases if _holds(each.spec)} | {self.owner.name}
         removed = self._delete_jobs(f"{self._of_run},{OWNER} notin ({','.join(sorted(lives))})", lives)
         for each in leases:
             if each.spec.holder_identity not in lives:
@@ -221,7 +220,7 @@ class Cluster:
                 log.warning("the Lease of this runner had run out and was removed; it takes another")
                 with contextlib.suppress(SandboxError):  # it is tried again at the next renewal
                     self._take_lease()
-            except SandboxError as error:
+            except Exception as error:  # whatever it was: without a Lease the next sweep takes all sandboxes
                 log.warning("the Lease of this runner could not be renewed: %s", error)
 
     def _relist(self, kind: Literal["Job", "Pod"], listing: Callable[..., Any]) -> str | None:
@@ -299,6 +298,12 @@ def _said(error: Exception) -> str:
 
 def _plain(found: Any) -> dict[str, Any]:
     return client.ApiClient().sanitize_for_serialization(found)
+
+
+def _holds(lease: client.V1LeaseSpec) -> bool:
+    if lease.renew_time is None:
+        return False
+    return lease.renew_time + timedelta(seconds=lease.lease_duration_seconds or 0) > datetime.now(UTC)
 
 
 def _now() -> str:

@@ -19,6 +19,7 @@ import yaml
 
 from lightning_ray.config import SandboxConfig
 from lightning_ray.sandbox.base import WORKSPACE, SandboxSpec
+from lightning_ray.sandbox.filesystem import PERSONAL, USER
 from lightning_ray.settings import ConfigError, merged
 
 CONTAINER = "sandbox"
@@ -40,6 +41,8 @@ PART, RUN, OWNER, REACH = (f"lightning-ray/{name}" for name in ("part", "run", "
 ROLLOUT = "lightning-ray/rollout"
 OURS = "lightning-ray/"
 COPIES = "copied-"
+GIT = {"safe.directory": "*", "user.name": USER, "user.email": f"{USER}@sandbox"}
+"""The workspace's directory is a volume, which belongs to root; and the user id may have no name in the image."""
 SANDBOX = {PART: "sandbox"}
 
 FREE = (
@@ -138,7 +141,7 @@ def _pod(template: Mapping[str, Any]) -> dict[str, Any]:
 def _container(spec: SandboxSpec, read_only_root: bool) -> dict[str, Any]:
     room = sum(size for _, size in _volumes(spec).values())
     limits = {"cpu": f"{spec.limits.cpus:g}", "memory": f"{spec.limits.memory_mb}Mi", "ephemeral-storage": f"{room}Mi"}
-    environment = {"HOME": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb", **spec.env}
+    environment = {**PERSONAL, **git_settings(GIT), **spec.env}
     return {
         "name": CONTAINER, "command": ["/bin/bash", "-c", WAIT], "workingDir": WORKSPACE,
         "env": [{"name": key, "value": value} for key, value in environment.items()],
@@ -149,6 +152,13 @@ def _container(spec: SandboxSpec, read_only_root: bool) -> dict[str, Any]:
         "volumeMounts": [{"name": name, "mountPath": path, **({"readOnly": True} if name.startswith(COPIES) else {})}
                          for name, (path, _) in _volumes(spec).items()],
     }
+
+
+def git_settings(settings: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that make them git's own, whatever files the image has."""
+    numbered = [each for number, (key, value) in enumerate(settings.items())
+                for each in ((f"GIT_CONFIG_KEY_{number}", key), (f"GIT_CONFIG_VALUE_{number}", value))]
+    return {"GIT_CONFIG_COUNT": str(len(settings)), **dict(numbered)}
 
 
 def _copier(container: Mapping[str, Any]) -> dict[str, Any]:
