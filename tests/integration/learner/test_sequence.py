@@ -16,6 +16,7 @@ from tests.integration.learner.common import (
     settings,
     unpack,
 )
+from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -50,6 +51,16 @@ def test_two_ranks_that_split_each_sequence_equal_one(
     published = unpack(everyone(two_ranks, "weights", "float32")[0])
     for name, tensor in unpack(alone.weights("float32")).items():
         torch.testing.assert_close(published[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_recurrent_layers_cannot_be_split(tmp_path: Path) -> None:
+    from lightning_ray.learner.model import UnsupportedModel, load_scorer
+    from lightning_ray.learner.sequence import Team
+
+    team = Team(1)
+    team.size = 2
+    with pytest.raises(UnsupportedModel, match=r"learner.sequence_parallel is 2, and qwen3_5_text has recurrent"):
+        load_scorer(tiny_model(tmp_path, "qwen3_5"), dtype=torch.float32, team=team)
 
 
 def test_heads_that_cannot_be_split_are_refused(models: dict[str, Path]) -> None:
