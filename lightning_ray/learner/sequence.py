@@ -12,7 +12,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
 
@@ -39,11 +38,14 @@ class Team:
 
     def attend(self, config: PreTrainedConfig) -> str:
         """Registers attention for a model of this configuration, split over the team; returns its name."""
+        # here, because models are also read without DeepSpeed (`parity.py`)
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         if heads % self.size or (kv_heads % self.size and self.size % kv_heads):
             raise ConfigError(
-                f"learner.sequence_parallel: {self.size} divides neither this model's {heads} attention heads and "
-                f"{kv_heads} key-value heads evenly. Take a divisor of both"
+                f"learner.sequence_parallel: {self.size} does not fit this model's {heads} attention heads and "
+                f"{kv_heads} key-value heads. Take a divisor of the first that divides the second, or is a multiple of it"
             )
         AttentionInterface.register(
             SPLIT,
