@@ -45,7 +45,7 @@ class Team:
         if heads % self.size or (kv_heads % self.size and self.size % kv_heads):
             raise ConfigError(
                 f"learner.sequence_parallel: {self.size} does not fit this model's {heads} attention heads and "
-                f"{kv_heads} key-value heads. Take a divisor of the first that divides the second, or is a multiple of it"
+                f"{kv_heads} key-value heads. Take a divisor of the first that divides the second or is its multiple"
             )
         AttentionInterface.register(
             SPLIT,
