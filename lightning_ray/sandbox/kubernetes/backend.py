@@ -32,8 +32,12 @@ SCRIPT = probe.SCRIPT.removesuffix("exit 0\n") + r"""
 [ "$(id -u)" = 0 ] && echo "root yes"
 [ -e /var/run/secrets/kubernetes.io ] && echo "token yes"
 if [ -n "$KUBERNETES_SERVICE_HOST" ]; then
-  timeout 5 bash -c 'exec 3<>"/dev/tcp/$KUBERNETES_SERVICE_HOST/$KUBERNETES_SERVICE_PORT"' 2>/dev/null &&
-    echo "network $KUBERNETES_SERVICE_HOST"
+  for try in 1 2 3; do  # a network may take a moment to know a new pod
+    reached=
+    timeout 5 bash -c 'exec 3<>"/dev/tcp/$KUBERNETES_SERVICE_HOST/$KUBERNETES_SERVICE_PORT"' 2>/dev/null || break
+    reached=yes; sleep 1
+  done
+  [ -n "$reached" ] && echo "network $KUBERNETES_SERVICE_HOST"
 else echo "network.unknown yes"; fi
 exit 0
 """
