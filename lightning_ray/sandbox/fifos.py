@@ -73,10 +73,10 @@ class Fifos:
         """Have the shell unpack a tar archive, given as a file descriptor of a regular file, into a directory."""
         size = os.fstat(archive).st_size
         private = f"{INSIDE_STATUS}>&- {INSIDE_DATA}<&-"
-        os.write(self.script, (
-            f"head -c {size} <&{INSIDE_DATA} {private} | tar -xf - -C {target} --no-same-owner {private}\n"
-            f"echo unpacked $? >&{INSIDE_STATUS}\n"
-        ).encode())  # fmt: skip
+        script = (f"head -c {size} <&{INSIDE_DATA} {private} | tar -xf - -C {target} --no-same-owner {private}\n"
+                  f"echo unpacked $? >&{INSIDE_STATUS}\n")  # fmt: skip
+        with contextlib.suppress(BrokenPipeError):  # the end of file on the status pipe tells
+            os.write(self.script, script.encode())
         deadline = time.monotonic() + timeout_s
         offset = 0
         while not _ready(self.status, select.POLLIN, 0.0 if offset < size else GLANCE_S):
@@ -85,7 +85,10 @@ class Fifos:
                     offset += os.sendfile(self.data, archive, offset, size - offset)
             if time.monotonic() > deadline:
                 raise SandboxError(f"unpacking into {target} took longer than {timeout_s:g} s")
-        if os.read(self.status, 100) != b"unpacked 0\n":
+        answer = os.read(self.status, 100)
+        if not answer:
+            raise SandboxError("the shell inside died while the workspace was unpacked")
+        if answer != b"unpacked 0\n":
             raise SandboxError(f"the workspace does not fit into the sandbox: {self.said()}")
 
     def said(self) -> str:
