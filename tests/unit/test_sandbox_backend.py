@@ -77,9 +77,9 @@ async def test_choosing_works_inside_a_running_event_loop():
     assert backend.choose(SandboxConfig()).report["backend"] == "bubblewrap"
 
 
-def test_another_backend_is_an_error():
-    with pytest.raises(SandboxUnavailable, match="kubernetes"):
-        backend.choose(SandboxConfig(backend="kubernetes"))
+def test_a_cluster_that_nothing_is_known_of_is_an_error():
+    with pytest.raises(SandboxUnavailable, match=r"sandbox\.kubernetes\.context: 'nowhere'"):
+        backend.choose(SandboxConfig(backend="kubernetes", kubernetes={"context": "nowhere"}))
 
 
 NO_NAMESPACES = """

@@ -8,6 +8,8 @@ end, and every minute in between. All methods block unless they say otherwise: t
 
 import asyncio
 import contextlib
+import functools
+import json
 import logging
 import secrets
 import threading
@@ -290,14 +292,19 @@ def _said(error: Exception) -> str:
         return f"{type(error).__name__}: {error}"
     body = error.body if isinstance(error.body, str) else ""
     try:
-        message = client.ApiClient().deserialize(body, "V1Status", "application/json").message if body else ""
-    except (ValueError, TypeError, AttributeError):
+        message = json.loads(body).get("message", "")
+    except (ValueError, AttributeError):  # not the API server's own words
         message = ""
     return f"{error.status} {message or error.reason}"
 
 
+@functools.cache
+def _serializer() -> client.ApiClient:
+    return client.ApiClient()
+
+
 def _plain(found: Any) -> dict[str, Any]:
-    return client.ApiClient().sanitize_for_serialization(found)
+    return _serializer().sanitize_for_serialization(found)
 
 
 def _holds(lease: client.V1LeaseSpec) -> bool:
