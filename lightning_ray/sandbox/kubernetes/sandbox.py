@@ -70,11 +70,12 @@ class KubernetesSandbox(Commands):
                 directory, name = posixpath.split(mount.target)
                 await self._untar(copier, directory, pack.pack_files({name: mount.source.read_bytes()}))
         # a moment later, or the command would end with its container before it could say so
-        await copier.run(f"(sleep 0.2; echo >{COPIED}) >/dev/null 2>&1 &", timeout_s=UNPACK_TIMEOUT_S)
+        ending = f"until [ -p {COPIED} ]; do sleep 0.1; done; sleep 0.2; echo >{COPIED}"
+        await copier.run(f"({ending}) >/dev/null 2>&1 &", timeout_s=UNPACK_TIMEOUT_S)
 
     async def _untar(self, shell: PodShell, directory: str, archive: bytes) -> None:
         done = await shell.run(f"mkdir -p {directory} && tar -xf - -C {directory} --no-same-owner",
-                                    timeout_s=UNPACK_TIMEOUT_S, stdin=archive)
+                               timeout_s=UNPACK_TIMEOUT_S, stdin=archive)
         if done.returncode or done.timed_out:
             raise SandboxError(f"{directory} of the sandbox {self.spec.name} cannot be filled: {done.output.strip()}")
 
