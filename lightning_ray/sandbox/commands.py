@@ -1,5 +1,6 @@
 """What every sandbox with a shell inside can do: `exec`, `put`, `get` and `diff` of the `Sandbox` protocol."""
 
+import asyncio
 import secrets
 import shlex
 from abc import ABC, abstractmethod
@@ -86,12 +87,14 @@ class Commands:
         (commits, configuration, hooks, ignored files) makes no difference. Bytes that are not UTF-8 come as
         surrogate escapes. `PatchUnavailable` where the patch is too large or cannot be taken.
         """
-        with open(pack.open_pack(self.spec.workspace), "rb") as file:
-            repository = file.read()
+        try:
+            repository = await asyncio.to_thread(pack.read_repository, self.spec.workspace)
+        except OSError as error:
+            raise SandboxError(f"the workspace's own repository cannot be read: {error}") from error
         place = f"{self._scratch}/{secrets.token_hex(8)}"
         git = f"git --git-dir={place}/.git --work-tree={self._workspace} -c core.quotePath=false"
         command = (
-            f"mkdir {place} && tar -xf - -C {place} ./.git 2>/dev/null && cd {self._workspace} && "
+            f"mkdir {place} && tar -xf - -C {place} 2>/dev/null && cd {self._workspace} && "
             f"{{ {git} add -A --ignore-errors . >/dev/null 2>&1; "
             f"{git} diff --cached --binary --full-index --no-color --no-ext-diff --no-textconv --no-renames "
             f"--src-prefix=a/ --dst-prefix=b/ HEAD 2>/dev/null; }}; status=$?; rm -rf {place}; exit $status"

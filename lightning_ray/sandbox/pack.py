@@ -61,6 +61,25 @@ def packed_beside(workspace: Path) -> Path:
     return workspace.with_name(workspace.name + ".tar")
 
 
+def repository_beside(workspace: Path) -> Path:
+    """Where the pack of its repository alone lies, which is what a patch is taken with."""
+    return workspace.with_name(workspace.name + ".git.tar")
+
+
+def pack_repository(workspace: Path) -> bytes:
+    """`.git` and what is in it."""
+    git = workspace / ".git"
+    return pack_members([("./.git", git.stat().st_mode, b""), *_walk(git, "./.git")])
+
+
+def read_repository(workspace: Path) -> bytes:
+    """The pack of the workspace's repository."""
+    try:
+        return repository_beside(workspace).read_bytes()
+    except FileNotFoundError:
+        return pack_repository(workspace)
+
+
 def open_pack(workspace: Path) -> int:
     """A file descriptor at the start of the workspace's pack; the caller closes it."""
     try:

@@ -3,6 +3,7 @@ hooks, reflogs or dates that say anything, made once per content and shared read
 
     ROOT/KE/KEY/checkout       the files and .git
     ROOT/KE/KEY/checkout.tar   the same, packed (see `sandbox.pack`)
+    ROOT/KE/KEY/checkout.git.tar   its .git alone, packed
 
 `KEY` is a hash of the content. A task that carries its files gets its repository written directly, without any git
 process (a few milliseconds: there are thousands of tiny tasks); a directory is copied and committed by git.
@@ -70,6 +71,7 @@ class Workspaces:
             (aside / "checkout").mkdir()
             make(aside / "checkout")
             pack.packed_beside(aside / "checkout").write_bytes(pack.pack(aside / "checkout"))
+            pack.repository_beside(aside / "checkout").write_bytes(pack.pack_repository(aside / "checkout"))
             aside.chmod(0o755)
             try:
                 aside.rename(place)

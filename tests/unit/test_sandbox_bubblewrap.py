@@ -65,6 +65,14 @@ async def test_diff_does_not_depend_on_the_repository_inside(workspace, tamperin
     assert patch.count("diff --git") == 1 and "+    return a + b" in patch
 
 
+async def test_a_workspace_without_a_repository_is_no_fault_of_the_rollout(tmp_path):
+    (tmp_path / "bare").mkdir()
+    async with running(tmp_path / "bare") as sandbox:
+        with pytest.raises(SandboxError, match=r"repository cannot be read.*\.git") as found:
+            await sandbox.diff()
+    assert found.value.blame == "sandbox"
+
+
 async def test_diff_works_when_tmp_is_full(workspace):
     async with running(workspace, limits=Limits(disk_mb=2)) as sandbox:
         await sandbox.exec("sed -i 's/-/+/' shop.py; head -c 9M /dev/zero > /tmp/full", timeout_s=10)

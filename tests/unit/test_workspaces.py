@@ -128,6 +128,7 @@ def test_a_changed_directory_is_a_new_workspace(tmp_path):
 def test_the_pack_beside_is_the_checkout(tmp_path):
     place = Workspaces(tmp_path).prepare(make_task())
     assert pack.packed_beside(place).read_bytes() == pack.pack(place)
+    assert pack.read_repository(place) == pack.pack_repository(place) == pack.repository_beside(place).read_bytes()
 
 
 def test_files_with_attributes_are_committed_by_git(tmp_path):
