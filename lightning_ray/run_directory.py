@@ -3,7 +3,8 @@
     config.yaml       the resolved configuration
     metrics.jsonl     one object a step
     rollouts/         step_000012.parquet, heldout_000012.parquet: every call of every rollout
-    checkpoints/      step_000020/: policy, optimizer, state.json; a directory that exists is complete
+    checkpoints/      step_000020/: state.json and policy/, which has the learner's state and is a model directory in
+                      Hugging Face format as well (`--policy.path`); a directory that exists is complete
     tensorboard/      the same metrics as event files
     learning_curve.png, summary.json     at the end
 

@@ -289,9 +289,14 @@ class Trainer:
         self.state.cursor, self.state.requeued = self.stream.cursor, self._unfinished() + self.stream.requeued
         self.state.set_aside, self.state.stale_in_a_row = self.stream.set_aside, dict(self.buffer.stale_in_a_row)
         self.state.wall_s = self._wall()
-        checkpoint.save(self.run, self.state, lambda path: self.policy.save(path / "policy"),
+        checkpoint.save(self.run, self.state, self._save_policy,
                         keep=self.config.run.checkpoints_kept, carried=self.buffer.complete,
                         max_tokens=self.config.policy.max_context)
+
+    def _save_policy(self, directory: Path) -> None:
+        """For `--resume`, and beside it as a Hugging Face checkpoint, for everything else."""
+        self.policy.save(directory / "policy")
+        self.policy.export(directory / "policy")
 
     def _unfinished(self) -> list[str]:
         """Tasks of groups that still run: a resumed run starts them again."""

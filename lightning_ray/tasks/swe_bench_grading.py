@@ -87,7 +87,8 @@ async def judge_here(tasks: Sequence[Task], predictions: Mapping[str, Mapping[st
 def judge_by_harness(data: Path, predictions: Path, instances: Sequence[str], *, out: Path, run_id: str,
                      timeout_s: float, workers: int) -> dict[str, Outcome]:
     """Runs `swebench eval` on the predictions of these instances, in the directory `out`, and reads what it wrote.
-    The daemon is the one that DOCKER_HOST names. Raises `ConfigError` with its last words where it ends badly."""
+    The daemon is the one that DOCKER_HOST names. Raises `ConfigError` with the last words where it ends badly or could
+    judge none."""
     words = [sys.executable, "-c", HARNESS, "eval", str(data.absolute()), "-p", str(predictions.absolute()), "--run-id",
              run_id, "-j", str(workers), "-t", str(int(timeout_s)), "--report-dir", "."]
     for name in instances:
@@ -99,9 +100,14 @@ def judge_by_harness(data: Path, predictions: Path, instances: Sequence[str], *,
     if done.returncode:
         raise ConfigError(f"swebench eval ended with status {done.returncode}: {' '.join(done.stdout.split())[-500:]}. "
                           "Does DOCKER_HOST name a running daemon, and does it have the instances' images?")
-    return {prediction["instance_id"]: read_log(prediction, out / LOGS / run_id)
-            for prediction in map(json.loads, predictions.read_text().splitlines())
-            if prediction["instance_id"] in instances}
+    outcomes = {prediction["instance_id"]: read_log(prediction, out / LOGS / run_id)
+                for prediction in map(json.loads, predictions.read_text().splitlines())
+                if prediction["instance_id"] in instances}
+    ran = [outcome for outcome in outcomes.values() if outcome.verdict != "empty_patch"]
+    if ran and all(outcome.verdict == "error" for outcome in ran):
+        raise ConfigError(f"swebench eval could judge none of {len(ran)} patches, the first for {ran[0].reason}. "
+                          "Can the daemon run the instances' images, with a network?")
+    return outcomes
 
 
 def read_log(prediction: Mapping[str, str], logs: Path) -> Outcome:

@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from lightning_ray import Config
+from lightning_ray.config import PolicyConfig
+from lightning_ray.policy.source import check_policy
 from lightning_ray.trajectory.archive import read_rollouts
 
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart.yaml"
@@ -55,6 +57,7 @@ def test_a_run_leaves_the_whole_record(trained):
     assert summary["steps"] == 2 and summary["config_hash"] == Config.load(run / "config.yaml").digest()
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((run / "tensorboard").iterdir())
+    check_policy(PolicyConfig(path=run / "checkpoints" / "step_000002" / "policy"))
     assert "held-out pass rate" in done.stdout and str(run) in done.stdout
 
 
