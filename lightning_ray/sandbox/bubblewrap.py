@@ -67,7 +67,6 @@ class Bubblewrap(Local):
         running.group.remove()
         if running.uid is not None and (owners := uids.of_this_process()):
             owners.give_back(running.uid)
-        running.pipes.close()
 
 
 @functools.cache
@@ -156,6 +155,8 @@ def _launch(spec: SandboxSpec, without: frozenset[str]) -> Processes:
     except BaseException as error:
         if outer is not None:
             _kill(outer, process)
+        if process >= 0:
+            os.close(process)
         said = _said(output) if ours else ""
         for descriptor in [*inherited, *ours]:
             os.close(descriptor)
@@ -225,12 +226,11 @@ def _said(output: int) -> str:
 
 
 def _kill(outer: subprocess.Popen[bytes], process: int) -> None:
-    """Kill the first process inside, and with it all others (closes its pidfd). The outer process then reaps it and
-    ends by itself; killed first, it would leave a zombie to whoever is process 1 out here."""
+    """Kill the first process inside, and with it all others. The outer process then reaps it and ends by itself; killed
+    first, it would leave a zombie to whoever is process 1 out here."""
     if process >= 0:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)
-        os.close(process)
         handle = os.pidfd_open(outer.pid)
         _readable(handle, END_TIMEOUT_S)  # it is when the process has ended
         os.close(handle)

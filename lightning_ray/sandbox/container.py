@@ -107,8 +107,6 @@ class Container(Local):
     def _end(self, running: Held) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(running.process, signal.SIGKILL)
-        os.close(running.process)
-        running.pipes.close()
         try:
             daemon.remove(running.container)
             if running.uid is not None and (owners := uids.of_this_process()):

@@ -3,6 +3,7 @@ block, and a bash inside is driven through pipes in between (`shell.py`).
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ class Running:
     bootstrap: str
     """What bash must be told first; status 0, or what it says is why the sandbox cannot be used."""
 
+    def close(self) -> None:
+        """Give back what a `Shell` would close, where there is none yet."""
+        self.pipes.close()
+        os.close(self.process)
+
 
 class Local(Commands):
     """See `base.Sandbox`. Belongs to the event loop that started it."""
@@ -46,13 +52,14 @@ class Local(Commands):
         self.spec = spec
         self._running: Any = None
         self._stopped = False
+        self._ending: asyncio.Task[None] | None = None
 
     async def _launcher(self) -> Callable[[], Running]:
         """What starts the processes, in a thread. It raises `SandboxError` and leaves nothing then."""
         raise NotImplementedError
 
     def _end(self, running: Running) -> None:
-        """Kill all of it and wait until it is gone (in a thread)."""
+        """Kill all of it and wait until it is gone (in a thread). What `Running` itself has stays open."""
         raise NotImplementedError
 
     @property
@@ -87,7 +94,11 @@ class Local(Commands):
     def _abandon(self, launch: "asyncio.Future[Running]") -> None:
         """A start whose caller was cancelled: end what it started, as soon as it has."""
         if not launch.cancelled() and launch.exception() is None:
-            self.threads().submit(self._end, launch.result())
+            self.threads().submit(self._discard, launch.result())
+
+    def _discard(self, running: Running) -> None:
+        self._end(running)
+        running.close()
 
     async def connect(self, listen: Listen) -> str:
         await listen(self.pid, ENDPOINT_PORT)
@@ -96,8 +107,14 @@ class Local(Commands):
     async def stop(self) -> None:
         self._stopped = True
         running, self._running = self._running, None
-        if running is None:
-            return
-        if self._shell is not None:
-            self._shell.kill()
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self.threads(), self._end, running))
+        if running is not None:
+            self._ending = asyncio.create_task(self._finish(running))
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
+
+    async def _finish(self, running: Running) -> None:
+        self._shell.kill()
+        try:
+            await asyncio.get_running_loop().run_in_executor(self.threads(), self._end, running)
+        finally:
+            await self._shell.close()

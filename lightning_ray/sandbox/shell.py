@@ -63,7 +63,8 @@ class Shell(Runs):
     """Runs one command after the other; concurrent callers wait for their turn. Belongs to one event loop."""
 
     def __init__(self, pipes: Pipes, pid: int, process: int, output_bytes: int) -> None:
-        """`pid` is bash's on the host, `process` a pidfd of it (a number alone may be used again)."""
+        """`pid` is bash's on the host, `process` a pidfd of it (a number alone may be used again). `close` closes that
+        and the pipes."""
         self._pipes = pipes
         self._pid = pid
         self._process = process
@@ -104,8 +105,18 @@ class Shell(Runs):
     def kill(self) -> None:
         """Kill the whole sandbox at once."""
         self.dead = True
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        if self._process >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Kill the sandbox, and close its pipes and its pidfd as soon as the command that runs has noticed: a number
+        that is closed before may be another sandbox's by then."""
+        self.kill()
+        async with self._turn:
+            self._pipes.close()
+            os.close(self._process)
+            self._process = -1
 
     def _script(self, command: str, env: dict[str, str], stdin_bytes: int) -> bytes:
         for name in env:

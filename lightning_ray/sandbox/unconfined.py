@@ -28,8 +28,6 @@ class Unconfined(Commands):
     def __init__(self, spec: SandboxSpec) -> None:
         self.spec = spec
         self._process: subprocess.Popen[bytes] | None = None
-        self._handle = -1
-        self._pipes: Pipes | None = None
         self._directory: Path | None = None
         self._mark = ""
 
@@ -48,7 +46,7 @@ class Unconfined(Commands):
         for descriptor in (script, output, status, data):
             os.set_blocking(descriptor, False)
         drain = os.open(f"/proc/self/fd/{data_in}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._pipes = Pipes(script, output, status, data, drain, status_in, data_in)
+        pipes = Pipes(script, output, status, data, drain, status_in, data_in)
         self._process = subprocess.Popen(
             ["/bin/bash"], stdin=script_in, stdout=output_in, stderr=output_in, pass_fds=(status_in, data_in),
             cwd=self._workspace, env={**filesystem.environment(self.spec), limits.MARK: self._mark},
@@ -56,8 +54,8 @@ class Unconfined(Commands):
         )  # fmt: skip
         for descriptor in (script_in, output_in, status_in, data_in):
             os.close(descriptor)
-        self._handle = os.pidfd_open(self._process.pid)
-        self._shell = Shell(self._pipes, self._process.pid, self._handle, self.spec.limits.output_bytes)
+        handle = os.pidfd_open(self._process.pid)
+        self._shell = Shell(pipes, self._process.pid, handle, self.spec.limits.output_bytes)
         await self._shell.bootstrap(limits.ulimits(self.spec.limits, {"pids"}), START_TIMEOUT_S)
         with open(pack.open_pack(self.spec.workspace), "rb") as file:
             done = await self._shell.run("tar -xf - --no-same-owner", timeout_s=START_TIMEOUT_S, stdin=file.read())
@@ -72,10 +70,6 @@ class Unconfined(Commands):
         daemons = {pid for pid, mark in limits.marked().items() if mark == self._mark}
         for pid in with_descendants({process.pid, *daemons}):
             limits.kill(pid)
-        if self._shell is not None:
-            self._shell.kill()
         await asyncio.to_thread(process.wait)
-        if self._pipes is not None:
-            self._pipes.close()
-        os.close(self._handle)
+        await self._shell.close()
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)

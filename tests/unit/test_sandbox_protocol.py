@@ -170,6 +170,20 @@ async def test_a_sandbox_that_was_killed_says_so(running, workspace):
             await sandbox.exec("true", timeout_s=10)
 
 
+async def test_a_command_that_runs_while_the_sandbox_stops_ends_with_it(running, workspace):
+    """Even where the event loop is held up: descriptors that it waits for must not be closed and used again."""
+    async with running(workspace) as sandbox:
+        command = asyncio.create_task(sandbox.exec("sleep 60; cat", timeout_s=30, stdin=b"x" * 300_000))
+        await asyncio.sleep(0.1)
+        stopping = asyncio.create_task(sandbox.stop())
+        await asyncio.sleep(0)
+        time.sleep(0.5)
+        with pytest.raises(SandboxDied):
+            async with asyncio.timeout(10):
+                await command
+        await asyncio.gather(stopping, sandbox.stop())
+
+
 @EVERY_WORKSPACE
 async def test_put_and_get(running, workspace):
     data = bytes(range(256)) * 1000
