@@ -37,6 +37,8 @@ from lightning_ray.trajectory.call import Call
 TICK_S = 0.01
 LIMITS = Limits(memory_mb=256, processes=32, disk_mb=64)
 WARM_UP = 4
+MORE = 20
+"""Sandboxes that are started while others are up, to see what that costs then."""
 ROLLOUTS_AT_ONCE = 16
 CONTAINERS_AT_ONCE = 10
 """A daemon takes minutes for a hundred."""
@@ -144,7 +146,7 @@ async def one_by_one(make: Make, workspace: Path, samples: int, what: str) -> di
 
 
 async def at_once(make: Make, workspace: Path, count: int, what: str) -> dict[str, Any]:
-    """Start `count` together, one command in each while all are up, stop all."""
+    """Start `count` together, one command in each while all are up, some more one after the other, stop all."""
     gc.collect()
     sandboxes = [make(SandboxSpec(f"many{number}", workspace, LIMITS)) for number in range(count)]
     memory, started, cpu = used_mb(), time.monotonic(), time.process_time()
@@ -158,12 +160,14 @@ async def at_once(make: Make, workspace: Path, count: int, what: str) -> dict[st
             answered = time.monotonic() - asked
             if any(result.output != "up\n" for result in done):
                 raise RuntimeError("a sandbox did not answer")
+            more = await one_by_one(make, workspace, MORE, what)
         finally:
             stopping = time.monotonic()
             await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes))
             ended = time.monotonic() - stopping
     return {"what": what, "at_once": count, "start_s": up, "command_s": answered, "stop_s": ended, "mb_each": each,
-            "loop_lag_s": lag.worst_s, "own_cpu_s": time.process_time() - cpu}  # fmt: skip
+            "more_median_ms": more["median_ms"], "more_p99_ms": more["p99_ms"], "loop_lag_s": lag.worst_s,
+            "own_cpu_s": time.process_time() - cpu}  # fmt: skip
 
 
 async def whole(make: Make, root: Path, count: int, what: str) -> dict[str, Any]:
@@ -222,10 +226,11 @@ def show(result: dict[str, Any]) -> None:
         stop = f"{row['stop_ms']:9.1f}" if row["stop_ms"] is not None else f"{'-':>9}"
         print(f"{row['what']:34}{row['median_ms']:10.1f}{row['p99_ms']:9.1f}{stop}{row['median_ms'] / once:9.1f}")
     heads = f"{'start s':>9}{'command s':>11}{'stop s':>8}{'MB each':>9}{'loop lag s':>12}{'CPU s here':>12}"
-    print(f"\n{'at once':20}{'':>6}{heads}")
+    print(f"\n{'at once':20}{'':>6}{heads}{'one more: median':>18}{'p99 ms':>8}")
     for row in result["many"]:
         print(f"{row['what']:20}{row['at_once']:6}{row['start_s']:9.2f}{row['command_s']:11.2f}{row['stop_s']:8.2f}"
-              f"{row['mb_each']:9.2f}{row['loop_lag_s']:12.3f}{row['own_cpu_s']:12.2f}")
+              f"{row['mb_each']:9.2f}{row['loop_lag_s']:12.3f}{row['own_cpu_s']:12.2f}{row['more_median_ms']:18.1f}"
+              f"{row['more_p99_ms']:8.1f}")
     print(f"\n{'rollouts, graded':20}{'count':>6}{'a minute':>10}{'loop lag s':>12}")
     for row in result["rollouts"]:
         print(f"{row['what']:20}{row['rollouts']:6}{row['per_minute']:10.0f}{row['loop_lag_s']:12.3f}")
