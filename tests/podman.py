@@ -22,10 +22,11 @@ CONFIG = """\
 [containers]
 default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
 [engine]
-runtime = "runc"
+runtime = "RUNTIME"
 cgroup_manager = "cgroupfs"
 """
-"""Without systemd as process 1, and where cgroups are version 1 and 2 at once, which Debian's crun does not take."""
+"""Without systemd as process 1, and with runc where there is one: cgroups of version 1 and 2 at once are too much for
+Debian's crun."""
 
 
 registry = ""
@@ -41,8 +42,9 @@ def service(directory: Path) -> Iterator[tuple[str, str]]:
     """DOCKER_HOST of a service that runs meanwhile, and an image in the lower-case name:tag form."""
     if os.geteuid() != 0:
         raise Missing("these tests start Podman as root")
-    if lacking := [program for program in ("podman", "runc", "conmon") if not shutil.which(program)]:
-        raise Missing(f"no {', '.join(lacking)} on this machine")
+    runtime = next(filter(shutil.which, ("runc", "crun")), "")
+    if not (runtime and shutil.which("podman") and shutil.which("conmon")):
+        raise Missing("no podman, conmon, and runc or crun on this machine")
     CACHE.mkdir(parents=True, exist_ok=True)
     global registry
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -50,7 +52,7 @@ def service(directory: Path) -> Iterator[tuple[str, str]]:
     registries = directory / "registries.conf"
     registries.write_text(f'[[registry]]\nlocation = "{registry}"\ninsecure = true\n')
     config = CACHE / "containers.conf"
-    config.write_text(CONFIG)
+    config.write_text(CONFIG.replace("RUNTIME", runtime))
     podman = ["podman", "--root", str(CACHE / "store"), "--runroot", str(CACHE / "run")]
     environment = {**os.environ, "CONTAINERS_CONF": str(config), "CONTAINERS_REGISTRIES_CONF": str(registries)}
     image = f"{IMAGE}:{hashlib.sha256(SCRIPT.read_bytes()).hexdigest()[:12]}"
