@@ -22,6 +22,7 @@ from lightning_ray.dispatch import Dispatch, Start
 from lightning_ray.harness.runner import Runner
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.proxy.actor import Proxy
+from lightning_ray.ray_session import Loose
 from lightning_ray.run_directory import RunDirectory
 from lightning_ray.trajectory.call import Trajectory
 
@@ -67,9 +68,10 @@ class Fleet:
         for number in range(config.runners.count):
             bundle = PlacementGroupSchedulingStrategy(pairs, placement_group_bundle_index=number)
             place = {"max_restarts": -1, "num_cpus": config.runners.cpus / 2, "scheduling_strategy": bundle}
+            journal = run.root / "journal" / str(number)
             proxies.append(Proxy.options(**place).remote(
-                config.proxy, config.policy, model_dir, list(generators), str(run.root / "journal" / str(number))))
-            runners.append(Runner.options(**place).remote(config, proxies[-1]))
+                config.proxy, config.policy, model_dir, Loose(list(generators)), str(journal)))
+            runners.append(Runner.options(**place).remote(config, Loose(proxies[-1])))
         fleet = cls(runners, proxies, pairs, config.runners.infra_retries)
         try:
             ray.get([proxy.start.remote() for proxy in proxies])

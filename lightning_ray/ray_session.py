@@ -3,12 +3,28 @@
 import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import ray
+from ray import cloudpickle
 
 from lightning_ray.config import Config, ConfigError
 
 CONNECT_REMEDY = "Start a cluster with `ray up cluster.yaml`, or leave ray.address out to run on this machine"
+
+
+class Loose:
+    """A value with actor handles in it, as an argument of an actor that restarts; what arrives there is the value.
+
+    Handles proper are references, and Ray warns of each such actor that they may be gone when it is started again.
+    Loose ones are none: whoever passes them on keeps the actors alive.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._pickled = cloudpickle.dumps(value)  # here, not in `__reduce__`, where Ray would find the handles
+
+    def __reduce__(self) -> tuple:
+        return cloudpickle.loads, (self._pickled,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,21 @@ def test_an_aborted_generation_ends_with_what_it_has(generator, request_for):
     assert len(answer.token_ids) == len(answer.logprobs) == len(answer.versions)
 
 
+def test_law1_what_was_sampled_for_a_caller_that_died_can_be_claimed_once(generator, request_for):
+    request = request_for(PROMPT, 900)
+    running = generator.generate.remote(request)
+    wait_until(lambda: in_flight(generator) == 1)
+    time.sleep(0.3)
+    claimed = ray.get(generator.claim.remote(request.request_id))
+    assert claimed.finish_reason == "abort" and 0 < len(claimed.token_ids) < 900
+    assert claimed.token_ids.tolist() == ray.get(running).token_ids.tolist()
+    ended = request_for(PROMPT, 5)
+    answer = ray.get(generator.generate.remote(ended))
+    assert ray.get(generator.claim.remote(ended.request_id)).token_ids.tolist() == answer.token_ids.tolist()
+    for request_id in (request.request_id, ended.request_id, "there is no such request"):
+        assert ray.get(generator.claim.remote(request_id)) is None
+
+
 def test_an_abort_of_nothing_is_no_error(generator):
     ray.get(generator.abort.remote("there is no such request"))
 
