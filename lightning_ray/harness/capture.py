@@ -221,7 +221,7 @@ def _cause(error: RayError) -> str:
 async def run_harness(what: Capture, directory: Path, client: ProxyClient) -> Trajectory:
     """One rollout through `client`. Workspaces and the files of worker processes go below `directory`."""
     config = what.config
-    workspaces = Workspaces(directory / "workspaces")
+    workspaces = Workspaces(directory / "workspaces", what.backend and what.backend.checkout)
     name = f"capture-{secrets.token_hex(4)}"
     if what.backend is None:
         return await _on_host(what, client, workspaces.prepare(what.task), name)

@@ -109,7 +109,8 @@ class Runner:
         if config.harness.kind == "python":
             self._pool = WorkerPool(config.harness.entry, config.harness.workers, self._scratch.path)
             await self._pool.start()
-        return Rollouts(config, self._proxy, Workspaces(self._scratch.path / "workspaces"), chosen.make, self._pool,
+        workspaces = Workspaces(self._scratch.path / "workspaces", chosen.checkout)
+        return Rollouts(config, self._proxy, workspaces, chosen.make, self._pool,
                         self._facts, chosen.starts_at_once)
 
 

@@ -29,6 +29,8 @@ class Backend:
     report: dict[str, Any]
     janitor: Callable[[], list[str]] = limits.janitor
     """Removes what dead runs left, and names each thing removed."""
+    checkout: Callable[[str, Path], None] | None = None
+    """Copies the checkout that a container image has into a directory; None where images are not at hand."""
     close: Callable[[], None] = lambda: None
     """Ends what the backend itself holds. Idempotent."""
     starts_at_once: int = 8
@@ -49,7 +51,8 @@ def _container(config: SandboxConfig) -> Backend:
     from lightning_ray.sandbox.container import Containers, daemon  # its client library takes 0.2 s to import
 
     containers = Containers(config)
-    return Backend(containers.make, containers.report(), lambda: limits.janitor() + daemon.janitor(), containers.close)
+    return Backend(containers.make, containers.report(), lambda: limits.janitor() + daemon.janitor(),
+                   containers.images.checkout, containers.close)
 
 
 def _bubblewrap(config: SandboxConfig) -> Backend:

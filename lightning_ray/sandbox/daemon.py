@@ -12,6 +12,7 @@ import os
 import tarfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,47 @@ def exists(container: str, path: str) -> bool:
     except NotFound:
         return False
     parts.close()
+    return True
+
+
+class _Stream(io.RawIOBase):
+    """Parts of an answer as a file."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts = parts
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            try:
+                self._rest = next(self._parts)
+            except StopIteration:
+                return 0
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+def extract(container: str, path: str, target: Path, without: str) -> bool:
+    """Copy a directory's files, directories and links into `target`, as this user's; whether there is such a directory.
+    What lies below a directory named `without` is left out."""
+    try:
+        parts, _ = client().get_archive(container, path)
+    except NotFound:
+        return False
+
+    def chosen(member: tarfile.TarInfo, to: str) -> tarfile.TarInfo | None:
+        _, _, inside = member.name.rstrip("/").partition("/")
+        if not inside or without in inside.split("/") or not (member.isreg() or member.isdir() or member.issym()):
+            return None
+        plain = member.replace(name=inside, uid=None, gid=None, uname=None, gname=None, deep=False)
+        return tarfile.tar_filter(plain, to)
+
+    with tarfile.open(fileobj=io.BufferedReader(_Stream(parts)), mode="r|") as archive:
+        archive.extractall(target, filter=chosen)
     return True
 
 

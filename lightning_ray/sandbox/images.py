@@ -9,6 +9,7 @@ these do not work.
 import asyncio
 import os
 import shutil
+import tarfile
 import tempfile
 import threading
 from collections.abc import Callable
@@ -89,6 +90,19 @@ class Images:
                     self.unsafe[name] = faults
                 self._known[name] = image
             return self._known[name]
+
+    def checkout(self, name: str, target: Path) -> None:
+        """Copy the checkout that an image has at the workspace's place, without its repository. Blocks: for threads."""
+        container = daemon.client().create_container(daemon.image(name, self._pull)["Id"], ["true"],
+                                                     labels=daemon.labels())["Id"]  # fmt: skip
+        try:
+            found = daemon.extract(container, WORKSPACE, target, without=".git")
+        except (OSError, tarfile.TarError, *daemon.FAULTS) as error:
+            raise SandboxError(f"the checkout in the image {name!r} cannot be copied: {error}") from error
+        finally:
+            daemon.remove(container)
+        if not found:
+            raise SandboxError(f"the image {name!r} has no checkout at {WORKSPACE}")
 
     def _learn(self, name: str) -> Image:
         said = daemon.image(name, self._pull)

@@ -26,11 +26,12 @@ class Task(BaseModel):
     FAIL_TO_PASS: list[str] = []
     PASS_TO_PASS: list[str] = []
     image_name: str = ""
-    """Container image, for the container and kubernetes sandboxes."""
+    """Container image, for the container and kubernetes sandboxes; a checkout in it lies at `base.WORKSPACE`."""
     files: dict[str, str] = {}
     """The workspace's files by relative path, for tasks that carry their own checkout (small ones)."""
     directory: str = ""
-    """A prepared checkout on disk, for tasks that do not carry theirs."""
+    """A prepared checkout on disk, for tasks that do not carry theirs. Without `files` and `directory`, the container
+    sandbox takes the checkout in the task's image and puts the bug (`patch`) into it."""
     grader: Literal["cases", "swe", "command", "function"] = "cases"
     """`cases`: function calls whose results are compared outside; `swe`: FAIL_TO_PASS and PASS_TO_PASS by a test
     runner; `command`: exit status; `function`: a Python function of the user's."""

@@ -17,7 +17,7 @@ import struct
 import subprocess
 import tempfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lightning_ray.sandbox import pack
@@ -34,12 +34,15 @@ CONFIG = b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = fa
 class Workspaces:
     """See `base.Workspaces`. Safe for several processes on one `root`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, of_image: Callable[[str, Path], None] | None = None) -> None:
+        """`of_image` copies the checkout of a container image into a directory (`sandbox.backend.Backend.checkout`)."""
         self._root = root.absolute()
+        self._of_image = of_image
         self._known: dict[str, Path] = {}
 
     def prepare(self, task: Task) -> Path:
-        """Raises ValueError for a task that carries neither files nor a directory, or files with impossible names."""
+        """Raises ValueError for a task that carries neither files nor a directory nor an image that is at hand, files
+        with impossible names, or a patch that does not apply to its image's checkout."""
         if task.files and task.directory:
             raise ValueError(f"task {task.instance_id} has both `files` and `directory`; give one")
         if task.files:
@@ -57,7 +60,25 @@ class Workspaces:
                 key = _key(_facts(source))
                 self._known[task.directory] = self._made(key, lambda place: _commit_copy(place, source))
             return self._known[task.directory]
-        raise ValueError(f"task {task.instance_id} has neither `files` nor `directory`: nothing to work on")
+        if task.image_name and self._of_image is not None:
+            key = _key([("image", task.image_name.encode()), ("patch", task.patch.encode())])
+            return self._made(key, lambda place: self._commit_image(place, task))
+        where = "; its image's checkout needs sandbox.backend: container" if task.image_name else ""
+        raise ValueError(f"task {task.instance_id} has neither `files` nor `directory`: nothing to work on{where}")
+
+    def _commit_image(self, place: Path, task: Task) -> None:
+        """The image's checkout with the task's bug (`task.patch`, as in SWE-smith) in it."""
+        assert self._of_image is not None
+        self._of_image(task.image_name, place)
+        if task.patch.strip():
+            env = {"PATH": os.environ.get("PATH", os.defpath), "GIT_CEILING_DIRECTORIES": str(place.parent)}
+            done = subprocess.run(["git", "apply", "--whitespace=nowarn"], cwd=place, env=env, capture_output=True,
+                                  input=task.patch.encode("utf-8", "surrogateescape"), check=False)  # fmt: skip
+            if done.returncode:
+                raise ValueError(f"task {task.instance_id}: its patch does not apply to the checkout in "
+                                 f"{task.image_name}: {done.stderr.decode('utf-8', 'replace').strip()[:300]}")
+        _plain_modes(place)
+        _commit(place)
 
     def _made(self, key: str, make) -> Path:
         """The checkout of `key`; made in a directory aside and renamed, so that it is whole or absent."""
@@ -181,6 +202,12 @@ def _commit_files(place: Path, files: dict[str, bytes]) -> None:
 
 def _commit_copy(place: Path, source: Path) -> None:
     shutil.copytree(source, place, symlinks=True, ignore=shutil.ignore_patterns(".git"), dirs_exist_ok=True)
+    _plain_modes(place)
+    _commit(place)
+
+
+def _plain_modes(place: Path) -> None:
+    """Modes as git knows them."""
     for directory, _, names in os.walk(place):
         os.chmod(directory, 0o755)
         for name in names:
@@ -188,7 +215,6 @@ def _commit_copy(place: Path, source: Path) -> None:
             mode = os.lstat(path).st_mode
             if stat.S_ISREG(mode):
                 os.chmod(path, 0o755 if mode & 0o100 else 0o644)
-    _commit(place)
 
 
 def _commit(place: Path) -> None:

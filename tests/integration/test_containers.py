@@ -17,16 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ray.config import Config, ConfigError, SandboxConfig
+from lightning_ray.config import Config, ConfigError, RewardConfig, SandboxConfig
 from lightning_ray.harness.rollouts import Rollouts
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.sandbox import backend, container, limits
 from lightning_ray.sandbox.base import Limits, Mount, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.container import Containers, daemon
+from lightning_ray.tasks.grading import grader_for
 from lightning_ray.tasks.workspaces import Workspaces
 from tests import podman, sandboxes
 from tests.integration.scripted_proxy import Answer, ScriptedProxy
-from tests.sandboxes import RIGHT, graded_files, make_task
+from tests.sandboxes import FILES, RIGHT, graded_files, make_task
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +48,14 @@ def odd_images(containers, image):
     client = daemon.client()
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
-        tar.addfile(tarfile.TarInfo("testbed/of-the-image"), io.BytesIO(b""))
+        files = {"shop.py": RIGHT["shop.py"], "built.so": "x", ".git/config": "secret", "sub/.git/x": "x"}
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"testbed/{name}")
+            member.size, member.uid, member.mode = len(text), 12345, 0o600
+            tar.addfile(member, io.BytesIO(text.encode()))
+        link = tarfile.TarInfo("testbed/link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
     alone = client.create_host_config(network_mode="none")
     made = client.create_container(image, ["rm", "/usr/bin/git"], host_config=alone)["Id"]
     client.put_archive(made, "/", archive.getvalue())
@@ -210,6 +218,49 @@ async def test_a_task_may_name_an_image_whose_own_checkout_is_hidden(containers,
         assert await sandbox.diff() == ""
     finally:
         await sandbox.stop()
+
+
+BUG = """\
+--- a/shop.py
++++ b/shop.py
+@@ -1,2 +1,2 @@
+ def total(a, b):
+-    return a + b
++    return a - b
+"""
+
+
+async def test_a_task_whose_checkout_is_in_its_image_gets_it_with_its_bug(containers, odd_images, tmp_path):
+    task = make_task({}, image_name=odd_images[0], patch=BUG)
+    workspace = Workspaces(tmp_path, containers.checkout).prepare(task)
+    assert (workspace / "shop.py").read_text() == FILES["shop.py"] and os.readlink(workspace / "link") == "/etc/passwd"
+    assert {path.name for path in workspace.iterdir()} == {".git", "shop.py", "built.so", "sub", "link"}
+    assert "secret" not in (workspace / ".git/config").read_text() and not list((workspace / "sub").iterdir())
+    sandbox = containers.make(SandboxSpec("x", workspace, image=task.image_name))
+    await sandbox.start()
+    try:
+        done = await sandbox.exec("git log --oneline | wc -l; git status --porcelain; stat -c %a shop.py", timeout_s=20)
+        assert done.output == "1\n644\n"
+        await sandbox.exec("sed -i 's/-/+/' shop.py", timeout_s=20)
+        patch = await sandbox.diff()
+    finally:
+        await sandbox.stop()
+    grader = grader_for(task, RewardConfig(timeout_s=60))
+    grading = containers.make(SandboxSpec("grade", workspace, image=task.image_name))
+    await grading.start()
+    try:
+        assert (await grader.grade(task, patch, grading)).passed
+    finally:
+        await grading.stop()
+
+
+def test_what_is_wrong_with_a_checkout_in_an_image_is_named(containers, odd_images, image, tmp_path):
+    workspaces = Workspaces(tmp_path, containers.checkout)
+    with pytest.raises(ValueError, match=r"patch does not apply to the checkout in checkout-in-image:1: .*nothing\.py"):
+        workspaces.prepare(make_task({}, image_name=odd_images[0], patch=BUG.replace("shop", "nothing")))
+    with pytest.raises(SandboxError, match="no checkout at /testbed"):
+        workspaces.prepare(make_task({}, image_name=image))
+    assert list(tmp_path.glob("*/*")) == [] and daemon.owned(limits.owner()) == []
 
 
 async def test_stop_is_idempotent_and_leaves_nothing(containers, workspace):
