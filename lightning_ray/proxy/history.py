@@ -6,6 +6,7 @@ relates to what is known. Whether a candidate is really continued is decided on 
 (`continuation.py`).
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,10 +49,10 @@ class History:
     """By index of the call."""
     ends: dict[bytes, list[Answered]] = field(default_factory=dict)
     """Digest of a conversation with its answer -> the calls that ended so."""
-    known: set[bytes] = field(default_factory=set)
-    """Digests of every prefix of every conversation."""
-    prompts: dict[bytes, Sequence[bytes]] = field(default_factory=dict)
-    """Digest of a whole prompt -> the digests of its prefixes."""
+    known: dict[bytes, int] = field(default_factory=dict)
+    """Digest of every prefix of every conversation -> length in messages of the longest conversation through it."""
+    prompts: set[bytes] = field(default_factory=set)
+    """Digests of whole prompts."""
     raw: list[Answered] = field(default_factory=list)
     """Calls whose prompt was no conversation."""
     quotes: list[str] = field(default_factory=list)
@@ -59,8 +60,14 @@ class History:
 
     def add_prompt(self, chain: Sequence[bytes]) -> None:
         """A prompt was answered (or is being answered): its prefixes are known from now on."""
-        self.known.update(chain[1:])
-        self.prompts[chain[-1]] = chain
+        self._know(chain)
+        self.prompts.add(chain[-1])
+
+    def _know(self, chain: Sequence[bytes]) -> None:
+        length = len(chain) - 1
+        # The longer a prefix, the fewer conversations go through it: those with no longer one are the last of a chain.
+        first = bisect_left(chain, True, lo=1, key=lambda digest: self.known.get(digest, 0) < length)
+        self.known.update(dict.fromkeys(chain[first:], length))
 
     def add_child(self, parent: int | None) -> None:
         """A call goes on from `parent`."""
@@ -72,11 +79,11 @@ class History:
         self.answered[answered.call] = answered
         self.raw.append(answered)
 
-    def add_answer(self, digest: bytes, answered: Answered) -> None:
+    def add_answer(self, digest: bytes, chain: Sequence[bytes], answered: Answered) -> None:
         """An answer was given; `digest` names its conversation with the answer appended."""
         self.answered[answered.call] = answered
         self.ends.setdefault(digest, []).append(answered)
-        self.known.add(digest)
+        self._know([*chain, digest])
         if len(answered.answer.content) >= QUOTED_ANSWER:
             self.quotes.append(answered.answer.content.strip()[:4 * QUOTED_ANSWER])
 
@@ -120,12 +127,6 @@ class History:
         while leading < len(messages) and messages[leading].get("role") in LEADING_ROLES:
             leading += 1
         if shared > leading:
-            return "compacted" if len(messages) < self._longest(chain[shared], shared) else "rewritten_history"
+            return "compacted" if len(messages) < self.known[chain[shared]] else "rewritten_history"
         written = "\n".join(text for message in messages[leading:] for text in texts(message.get("content")))
         return "compacted" if any(quote in written for quote in self.quotes) else "new_conversation"
-
-    def _longest(self, prefix: bytes, length: int) -> int:
-        """Messages of the longest conversation that begins with `prefix` of `length` messages, each prompt with the
-        answer that it got or waits for."""
-        through = (len(chain) for chain in self.prompts.values() if length < len(chain) and chain[length] == prefix)
-        return max(through, default=length)

@@ -210,7 +210,8 @@ class Session:
 
     def send(self, exchange: Exchange, sent: Sent) -> None:
         """The engine is about to be asked."""
-        self.log("send", exchange.ordinal, sent)
+        prompts = [(parent, new_ids.tobytes(), relation) for parent, new_ids, relation in sent.prompts]
+        self.log("send", exchange.ordinal, sent.dialect, prompts)
         exchange.sent = sent
 
     def fault(self) -> None:
@@ -254,7 +255,7 @@ class Session:
             self.history.add_raw(answered)
         else:
             (_, name) = chain(sampled.chain[-1], [choice.answer.message()])
-            self.history.add_answer(name, answered)
+            self.history.add_answer(name, sampled.chain, answered)
         return index
 
     def replay(self, entries: Iterable[tuple]) -> list[Exchange]:
@@ -272,7 +273,10 @@ class Session:
             elif kind == "fault":
                 self.faults += 1
             elif kind == "send":
-                self.exchanges[fields[0]].sent = fields[1]
+                ordinal, dialect, prompts = fields
+                self.exchanges[ordinal].sent = Sent(dialect, [
+                    (parent, np.frombuffer(new_ids, np.int32), relation) for parent, new_ids, relation in prompts
+                ])
         cut_off = self.unanswered()
         for exchange in cut_off:
             self._fail(exchange, counts=bool(exchange.choices))

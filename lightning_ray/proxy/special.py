@@ -17,7 +17,6 @@ history that is rendered afresh, are tokenised once.
 
 import json
 import re
-from collections import OrderedDict
 from threading import Lock
 from typing import Any
 
@@ -50,14 +49,16 @@ class Specials:
             if token.special and len(token.content) > 1
         }
         longest_first = sorted(self.texts, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
         self._alone = {text: np.asarray([index], np.int32) for text, index in self.texts.items()}
         self._separable = not any(
             token.lstrip or token.rstrip or token.single_word or (token.normalized and tokenizer.normalizer is not None)
             for token in tokenizer.get_added_tokens_decoder().values() if token.special
         )
-        self._memory: OrderedDict[tuple[bool, str], np.ndarray] = OrderedDict()
+        self._young: dict[tuple[bool, str], np.ndarray] = {}
+        self._old: dict[tuple[bool, str], np.ndarray] = {}
         self._characters = 0
+        """Of the stretches in `_young`."""
         self._lock = Lock()
 
     def occurs(self, text: str) -> bool:
@@ -104,31 +105,28 @@ class Specials:
         if not self._separable and MARK not in text:
             return self.encode_raw(text)
         parts: list[np.ndarray] = []
-        before, start = "", 0
-        for found in self._pattern.finditer(text):
-            if found.start() > start:
-                parts.append(self._remembered(before, text[start:found.start()]))
-            before, start = found[0], found.end()
-            parts.append(self._alone[before])
-        if start < len(text):
-            parts.append(self._remembered(before, text[start:]))
+        before = ""
+        for number, stretch in enumerate(self._pattern.split(text)):
+            if number % 2:
+                before = stretch
+                parts.append(self._alone[before])
+            elif stretch:
+                parts.append(self._remembered(before, stretch))
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def _remembered(self, before: str, stretch: str) -> np.ndarray:
+        """Tokens of a stretch. Half of the memory is given up at once: what was not needed since the last time."""
         key = (bool(before), stretch)
-        with self._lock:
-            known = self._memory.get(key)
-            if known is not None:
-                self._memory.move_to_end(key)
-                return known
-        ids = self._encode_stretch(before, stretch)
-        with self._lock:
-            if key not in self._memory:
+        ids = self._young.get(key)
+        if ids is None:
+            ids = self._old.get(key)
+            if ids is None:
+                ids = self._encode_stretch(before, stretch)
+            with self._lock:
+                if self._characters > REMEMBERED_CHARACTERS // 2:
+                    self._old, self._young, self._characters = self._young, {}, 0
+                self._young[key] = ids
                 self._characters += len(stretch)
-            self._memory[key] = ids
-            while self._characters > REMEMBERED_CHARACTERS:
-                (_, forgotten), _ = self._memory.popitem(last=False)
-                self._characters -= len(forgotten)
         return ids
 
     def _encode_stretch(self, before: str, stretch: str) -> np.ndarray:
