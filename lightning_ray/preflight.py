@@ -23,6 +23,11 @@ def preflight(config: Config, *, policy: bool = True) -> None:
     check_harness(config.harness, in_image=config.sandbox.backend != "bubblewrap")
     check_port(config.proxy.port)
     check_disk(config.run.dir)
+    if not config.runners.resources:  # else the runners are on nodes of their own, and each looks when it starts
+        check_isolation(config)
+
+
+def check_isolation(config: Config) -> None:
     try:
         check_sandbox(config.sandbox)
     except SandboxUnavailable as error:

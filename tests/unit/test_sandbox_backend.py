@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ray.config import SandboxConfig
+from lightning_ray import preflight
+from lightning_ray.config import Config, ConfigError, SandboxConfig
 from lightning_ray.sandbox import backend, probe, seccomp
 from lightning_ray.sandbox.base import SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.bubblewrap import Bubblewrap
@@ -83,7 +84,8 @@ def test_a_cluster_that_nothing_is_known_of_is_an_error():
 
 
 NO_NAMESPACES = """
-from lightning_ray.config import SandboxConfig
+from lightning_ray import preflight
+from lightning_ray.config import Config, ConfigError, SandboxConfig
 from lightning_ray.sandbox import uids
 from lightning_ray.sandbox.backend import choose
 from lightning_ray.sandbox.base import SandboxUnavailable
@@ -186,3 +188,15 @@ def test_user_id_blocks_run_out_with_an_error(tmp_path):
 )
 def test_user_ids_come_from_what_is_mapped(uid_map, expected):
     assert mapped_range(uid_map) == expected
+
+
+def test_this_machine_is_asked_before_anything_starts_unless_the_runners_have_nodes_of_their_own(monkeypatch, tmp_path):
+    def unavailable(config):
+        raise SandboxUnavailable("no namespaces")
+
+    monkeypatch.setattr(preflight, "check_sandbox", unavailable)
+    config = Config(run={"dir": tmp_path})
+    with pytest.raises(ConfigError, match=r"sandbox.backend: 'bubblewrap' cannot isolate here. no namespaces"):
+        preflight.preflight(config, policy=False)
+    elsewhere = config.model_copy(update={"runners": config.runners.model_copy(update={"resources": {"runner": 1}})})
+    preflight.preflight(elsewhere, policy=False)
