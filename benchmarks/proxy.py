@@ -271,8 +271,8 @@ def time_of(work, repeat: int) -> float:
 
 
 async def stages(tokens: int, repeat: int = 200) -> dict[str, float]:
-    """Milliseconds of each part of one call, one after the other, without HTTP. Recording is the notes in the journal of
-    what the engine is asked and of what it answered, and the bookkeeping."""
+    """Milliseconds of each part of one call, one after the other, without HTTP. Recording is the bookkeeping, and the
+    journal's notes of what the engine is asked and of what it answered."""
     from lightning_ray.proxy.session import Sent
 
     server, _ = make_server(journal=True)
