@@ -29,9 +29,9 @@ class Pressure:
 
     @classmethod
     def of(cls, health: Sequence[Mapping[str, Any]]) -> "Pressure":
-        """From what `GeneratorWorker.health` says, one mapping a generator."""
+        """From what `GeneratorWorker.health` says, one mapping for each generator that serves."""
         return cls(sum(each["in_flight"] for each in health), sum(each["waiting"] for each in health),
-                   max(each["kv_share"] for each in health))
+                   max((each["kv_share"] for each in health), default=0.0))
 
     @property
     def high(self) -> bool:

@@ -273,6 +273,18 @@ class GeneratorConfig(Part):
     kv_cache_gib: int = Field(default=1, ge=1)
     """KV cache on the CPU."""
     max_num_seqs: int = Field(default=64, ge=1)
+    in_flight: Literal["auto", "keep", "resend"] = "auto"
+    """What becomes of generations while the learner works. `keep`: they are frozen with their KV cache. `resend`:
+    learner and generator have the memory of their devices by turns. While the learner works, the generator's weights
+    and KV cache leave it, and generations are sent again afterwards with the tokens that they have; while the generator
+    works, the learner's states are in host memory.
+    `auto`: `resend` on GPUs (`keep` where learner.zero_stage is 0), `keep` on the CPU."""
+    transport: Literal["object_store", "ipc"] = "object_store"
+    """How weights get from the learner to the generators. `object_store`: through Ray's shared memory on the host, or
+    over the network. `ipc`: within the memory of each GPU, from the learner rank to the generator that share it."""
+    bucket_mb: int = Field(default=512, ge=1)
+    """Weights are published in buckets of so many MB at most, one after the other: the memory that a publish needs. A
+    layer is never split; one that is larger is a bucket of its own."""
     enforce_eager: bool = True
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine."""
@@ -456,6 +468,13 @@ class Config(Part):
     schedule: ScheduleConfig = ScheduleConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def memory_that_can_move(self) -> Self:
+        if self.generator.in_flight == "resend" and self.learner.zero_stage == 0:
+            raise ValueError("generator.in_flight: resend moves the learner's states to host memory, which needs "
+                             "learner.zero_stage 1, 2 or 3, not 0")
+        return self
 
     @model_validator(mode="after")
     def fits_a_cluster(self) -> Self:

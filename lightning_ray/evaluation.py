@@ -42,6 +42,8 @@ from lightning_ray.trajectory.archive import write_rollouts
 from lightning_ray.trajectory.call import Trajectory
 
 STOP_TIMEOUT_S = 20
+GENERATOR_LIVES = 3
+"""How often the process of one generator is started again; its generations wait meanwhile, or move to another."""
 
 
 class NothingJudged(RuntimeError):
@@ -157,8 +159,8 @@ def start_generators(config: Config, model: Path) -> list[Any]:
     if on_gpus and config.generator.tensor_parallel > 1:
         raise ConfigError("generator.tensor_parallel: evaluation runs whole models on one GPU each; set it to 1, and "
                           "generator.replicas to the number of GPUs")
-    parts = [GeneratorWorker.options(num_cpus=1, num_gpus=1 if on_gpus else 0).remote(
-        str(model), config.generator, config.policy, config.run.seed + number)
+    parts = [GeneratorWorker.options(num_cpus=1, num_gpus=1 if on_gpus else 0, max_restarts=GENERATOR_LIVES).remote(
+        str(model), config.generator, config.policy, config.run.seed + number, fixed=True)
         for number in range(config.generator.replicas)]
     try:
         ray.get([part.ready.remote() for part in parts])

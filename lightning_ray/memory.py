@@ -2,7 +2,9 @@
 
     parts = estimate(shape_of(json.loads(path.read_text())), config)
 
-Sizes are bytes on one device. Learner and generator share it. The estimate counts tensors whose size follows from the
+Sizes are bytes on one device. Learner and generator share it, at the same time or by turns (`generator.in_flight`); by
+turns the most is held either while the generator works, or while weights are published to it, when the learner's states
+and the generator's weights are there together. The estimate counts tensors whose size follows from the
 settings; fragmentation and libraries are `RESERVE`. Mixed-precision AdamW holds, for each parameter, 2 bytes of weight,
 2 of gradient, and 12 of float32 weight and two moments (Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 3);
 ZeRO stages 1, 2, 3 split the last, the last two, all of them over the ranks. With `learner.lora` gradient and optimizer
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ray.config import Config, ConfigError
+from lightning_ray.placement import takes_turns
 
 GIB = 2**30
 RESERVE = 3 * GIB
@@ -98,10 +101,24 @@ class Estimate:
     kv_bytes_per_token: int
     longest: int
     """Bytes that the generator holds for one sequence of full length."""
+    turns: bool
+    """Learner and generator have the device by turns."""
 
     @property
     def total(self) -> int:
-        return sum(self.parts.values())
+        """The most that is held at once."""
+        if not self.turns:
+            return sum(self.parts.values())
+        learner = sum(size for name, size in self.parts.items() if name.startswith("learner"))
+        publishing = learner + self.parts["generator: weights"] + self.parts["reserve"]
+        return max(publishing, self.beside_kv + self.parts["generator: KV cache"])
+
+    @property
+    def beside_kv(self) -> int:
+        """What is held beside the KV cache."""
+        if self.turns:
+            return self.parts["generator: weights"] + self.parts["reserve"]
+        return sum(size for name, size in self.parts.items() if name != "generator: KV cache")
 
 
 def estimate(shape: Shape, config: Config) -> Estimate:
@@ -138,9 +155,11 @@ def estimate(shape: Shape, config: Config) -> Estimate:
     }
     if config.algorithm.kl_coef > 0 and learner.lora is None:
         parts["learner: reference"] = width * count
-    host = ranks * ((gradients + optimizer if learner.offload_optimizer else 0)
-                    + (weights if learner.offload_params else 0))
-    return Estimate(parts, host, per_token, longest)
+    turns = takes_turns(config, on_gpus=True)
+    host = ranks * ((gradients + optimizer if learner.offload_optimizer or turns else 0)
+                    + (weights if learner.offload_params or turns else 0)
+                    + (parts.get("learner: reference", 0) if turns else 0))
+    return Estimate(parts, host, per_token, longest, turns)
 
 
 def advice(found: Estimate, config: Config, device_bytes: int) -> list[str]:
@@ -149,9 +168,9 @@ def advice(found: Estimate, config: Config, device_bytes: int) -> list[str]:
     if over <= 0:
         return []
     learner, parts = config.learner, found.parts
-    without_kv = found.total - parts["generator: KV cache"] + found.longest
     said = [f"needs {found.total / GIB:.1f} GiB of {device_bytes / GIB:.1f}"]
-    if without_kv <= device_bytes:
+    too_much_kv = found.beside_kv + parts["generator: KV cache"] > device_bytes
+    if too_much_kv and found.beside_kv + found.longest <= device_bytes:
         said.append("the KV cache is what is too much: generator.max_num_seqs "
                     f"{config.generator.max_num_seqs} -> {_sequences(found, config, device_bytes)} fits")
     relief = []
@@ -173,5 +192,5 @@ def advice(found: Estimate, config: Config, device_bytes: int) -> list[str]:
 
 def _sequences(found: Estimate, config: Config, device_bytes: int) -> int:
     """How many sequences of half the full length fit beside all else; at least one."""
-    room = device_bytes - (found.total - found.parts["generator: KV cache"])
+    room = device_bytes - found.beside_kv
     return max(1, room * config.generator.max_num_seqs // found.parts["generator: KV cache"])

@@ -4,6 +4,9 @@
                              |                          ^
                              +--publish (other weights) +         frozen --thaw--> generating (nothing was learned)
 
+Where learner and generators have the memory of their devices by turns, the generators give theirs up at the end of
+`freeze`, and the learner its own at the beginning of `thaw`: in between the learner's states are on the device.
+
 A step that is not allowed where the machine stands raises `WrongOrder`. A step that fails leaves the machine where it
 was: weights that were learned but not published, or published but not verified, can never be thawed.
 """

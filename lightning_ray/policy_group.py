@@ -3,15 +3,18 @@
     group = PolicyGroup.start(config, model_dir, total_steps)
     metrics = group.update(samples)        # freeze -> learn -> publish -> verify -> thaw
 
-Placement: one placement group. With GPUs each bundle is one GPU, shared by a learner rank and by a generator (or a
-tensor-parallel part of one), so their numbers must agree; without, each part has a bundle of CPUs of its own.
+Where they stand is `placement.py`. Where they have the memory of their devices by turns (`generator.in_flight:
+resend`), generators give theirs up while the learner works, and the learner's states are in host memory while they
+sample.
 
-Weights are gathered once, by rank 0, returned into Ray's object store (owned here, so that they outlive the learner's
-process), and pulled from there by every generator. Between freeze and thaw requests wait inside the generators: no
-caller sees an error.
+Weights are published bucket by bucket: gathered once, returned by rank 0 into Ray's object store (owned here, so that
+they outlive the learner's process), pulled from there by every generator, and freed before the next; with
+`generator.transport: ipc` only addresses of GPU memory travel so. Between freeze and thaw requests wait inside the
+generators: no caller sees an error.
 
-A part that died raises `PartDied` with its name. What a part itself raises comes through as it is, with a note that
-names the part.
+A generator that died is started again by Ray; `check` publishes the weights to it once its engine is up, and an update
+meanwhile goes on without it. A learner rank that died, or a generator that cannot be brought back, raises `PartDied`
+with its name. What a part itself raises comes through as it is, with a note that names the part.
 """
 
 import time
@@ -22,42 +25,51 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from lightning_ray.calls import PartDied, gather
 from lightning_ray.config import Config, ConfigError
-from lightning_ray.generator.worker import GeneratorWorker, PublishFailed
+from lightning_ray.generator.pool import GeneratorPool
+from lightning_ray.generator.publishing import PublishFailed
+from lightning_ray.generator.worker import GeneratorWorker
+from lightning_ray.learner import buckets
 from lightning_ray.learner.worker import LearnerWorker
+from lightning_ray.memory import BYTES
 from lightning_ray.phases import Phases
+from lightning_ray.placement import Seat, place, takes_turns
 from lightning_ray.trajectory.samples import Sample
 
-GPU_SHARE = 0.5
-"""Of a GPU, for Ray's book-keeping: a learner rank and a generator stand on each."""
+__all__ = ["PartDied", "PolicyGroup"]
+
 PLACEMENT_TIMEOUT_S = 600
 """A cluster that scales by itself needs minutes to add a node."""
 STOP_TIMEOUT_S = 20
-
-
-class PartDied(RuntimeError):
-    """A learner rank or a generator is gone. The message names it."""
 
 
 class PolicyGroup:
     """Made by `start`. `version` is the policy version that the generators sample with."""
 
     def __init__(self, config: Config, learners: list[ActorHandle], generators: list[ActorHandle],
-                 placement: PlacementGroup):
-        self.generators = generators
+                 placement: PlacementGroup, *, turns: bool):
         self.facts: dict[str, Any] = {}
         self._config = config
         self._learners = learners
+        self._pool = GeneratorPool(generators)
         self._placement = placement
+        self._turns = turns
+        self._buckets: list[list[str]] = []
         self._phases = Phases()
 
     @property
     def version(self) -> int:
         return self._phases.version
+
+    @property
+    def generators(self) -> list[ActorHandle]:
+        """They stay the same when a generator's process is started again."""
+        return self._pool.handles
 
     @classmethod
     def start(cls, config: Config, model_dir: Path, total_steps: int) -> "PolicyGroup":
@@ -65,26 +77,42 @@ class PolicyGroup:
 
         Raises `ConfigError` where the cluster has no room, else what a part raises; nothing is left running then.
         """
-        placement, learners, generators = _place(config, str(model_dir), total_steps)
-        group = cls(config, learners, generators, placement)
+        group = _create(config, str(model_dir), total_steps)
         try:
-            ready = {f"generator {number}": part.ready.remote() for number, part in enumerate(generators)}
-            master = _all({"learner rank 0": learners[0].address.remote()})[0]
-            joined = {f"learner rank {rank}": part.setup.remote(master) for rank, part in enumerate(learners)}
-            facts = _all({**joined, **ready})
-            group.facts = {"learner": facts[0], "generator": facts[len(joined)]}
+            group._start()
         except BaseException:
             group.shutdown()
             raise
         return group
+
+    def _start(self) -> None:
+        def ready() -> dict[str, ray.ObjectRef]:
+            return {f"generator {number}": part.ready.remote() for number, part in enumerate(self.generators)}
+
+        generators = {} if self._turns else ready()
+        master = gather({"learner rank 0": self._learners[0].address.remote()})[0]
+        joined = {f"learner rank {rank}": part.setup.remote(master) for rank, part in enumerate(self._learners)}
+        if self._turns:  # the generators measure what memory is left for their KV cache
+            learner = gather(joined)[0]
+            self._learners_do("offload")
+            generator = gather(ready())[0]
+        else:
+            facts = gather({**joined, **generators})
+            learner, generator = facts[0], facts[len(joined)]
+        self.facts = {"learner": learner, "generator": generator}
+        width = BYTES[self._config.generator.dtype]
+        sizes = [(name, count * width) for name, count in self._learners_do("parameters")[0]]
+        self._buckets = buckets.plan(sizes, self._config.generator.bucket_mb * 2**20)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """One step of learning, published: all samples trained once, the generators on the new weights.
 
         Returns the learner's metrics, and seconds: `freeze_s` (with `schedule.on_update: drain` the time in which the
         requests in flight are finished), `learn_s`, `publish_s`, and `pause_s` (from freeze to thaw, what a
-        running generation sees); `weights_bytes`; `weights_verified` (1.0 where each generator's weights were compared
-        with those sent, value for value). A step that could not be learned from leaves the generators as they were.
+        running generation sees); of the publish, in the slowest generator, `pull_s`, `load_s` and `verify_s`;
+        `weights_bytes`; `weights_verified` (1.0 where each generator's weights were compared with those sent);
+        `generators_away` (that died and were not back in time). A step that could not be learned from leaves the
+        generators as they were.
         """
         clock = _Clock()
         with clock.measure("freeze_s"):
@@ -98,37 +126,53 @@ class PolicyGroup:
         with clock.measure("publish_s"):
             reports = self._publish(self.version + 1)
         self._thaw()
-        return {**metrics, **clock.seconds, "pause_s": clock.total(), "weights_bytes": reports[0]["bytes"],
-                "weights_verified": float(all(report["verified"] for report in reports))}
+        self._pool.updated()
+        return {**metrics, **_published(reports, clock), "generators_away": len(self._pool.away)}
+
+    def publish(self, version: int) -> dict[str, Any]:
+        """Publishes the learner's weights as they are, as policy version `version`, to all generators that are up.
+
+        Returns of what `update` does `freeze_s`, `publish_s`, `pause_s` and the rest about weights.
+        """
+        clock = _Clock()
+        with clock.measure("freeze_s"):
+            self._freeze()
+        with clock.measure("publish_s"):
+            reports = self._publish(version)
+        self._thaw()
+        return _published(reports, clock)
 
     def check(self) -> list[dict[str, Any]]:
-        """The generators' `health`. Raises `PartDied` where one is gone or its engine is: requests would wait for it
-        for ever."""
-        return self._generators_do("health")
+        """The `health` of the generators that serve. One that died and is up again gets the weights, and serves again;
+        the others pause for that. Raises `PartDied` for one that cannot be brought back."""
+        health = self._pool.each("health")
+        if not self._pool.back():
+            return health
+        self.publish(self.version)
+        return self._pool.each("health")
 
     def save(self, directory: Path) -> None:
         """What `load` needs to go on: the learner's weights, optimizer and progress."""
-        self._learners_do("save", str(directory))
+        with self._learner_at_work():
+            self._learners_do("save", str(directory))
 
     def load(self, directory: Path, version: int) -> None:
         """Goes on from what `save` wrote, and publishes its weights as policy version `version`."""
-        self._learners_do("load", str(directory))
-        self._freeze()
-        self._publish(version)
-        self._thaw()
+        with self._learner_at_work():
+            self._learners_do("load", str(directory))
+        self.publish(version)
 
     def export(self, directory: Path) -> None:
         """Writes a Hugging Face checkpoint of the learner's weights: config, tokenizer, safetensors."""
-        self._learners_do("export", str(directory))
+        with self._learner_at_work():
+            self._learners_do("export", str(directory))
 
     def shutdown(self) -> None:
         """Ends all parts and their processes. Idempotent."""
-        stopping = [part.stop.remote() for part in self.generators]
-        if stopping:
-            ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
-        for part in [*self.generators, *self._learners]:
+        self._pool.stop(STOP_TIMEOUT_S)
+        for part in self._learners:
             ray.kill(part)
-        self.generators, self._learners = [], []
+        self._learners = []
         if self._placement is not None:
             remove_placement_group(self._placement)
             self._placement = None
@@ -138,56 +182,69 @@ class PolicyGroup:
     def _freeze(self) -> None:
         with self._phases.step("freeze"):
             if self._config.schedule.on_update == "drain":
-                self._generators_do("drain")
-            self._generators_do("freeze")
+                self._pool.each("drain")
+            self._pool.each("freeze", self._turns)
+            if self._turns:
+                self._learners_do("reload")
 
     def _publish(self, version: int) -> list[dict[str, Any]]:
-        """Gathers the weights once, hands them to all generators, and checks that each has them."""
+        """Sends the weights, bucket by bucket, to all generators that are up, and checks that each has them."""
         with self._phases.step("publish", version):
-            ranks = [part.weights.remote(self._config.generator.dtype) for part in self._learners]
-            _all({f"learner rank {rank}": ref for rank, ref in enumerate(ranks) if rank})
+            self._pool.welcome()
             try:
-                reports = self._generators_do("publish", [ranks[0]], version)
+                self._pool.each("start_publish", version)
+                for names in self._buckets:
+                    self._send(names)
+                reports = self._pool.each("finish_publish")
+                if self._config.generator.transport == "ipc":
+                    self._learners_do("unshare")
             except PublishFailed:
                 self._learners_do("address")  # raises PartDied where there were no weights to pull any more
                 raise
         with self._phases.step("verify"):
-            held = [health["version"] for health in self._generators_do("health")]
+            held = [health["version"] for health in self._pool.each("health")]
             if held != [version] * len(held):
                 raise RuntimeError(f"policy version {version} was published, but the generators hold {held}")
         return reports
 
+    def _send(self, names: list[str]) -> None:
+        """One bucket. Its object is freed when the last reference is, which is here."""
+        method = "share" if self._config.generator.transport == "ipc" else "weights"
+        ranks = [getattr(part, method).remote(self._config.generator.dtype, names) for part in self._learners]
+        gather({f"learner rank {rank}": ref for rank, ref in enumerate(ranks) if rank})
+        self._pool.each("load_bucket", [ranks[0]])
+
     def _thaw(self) -> None:
         with self._phases.step("thaw"):
-            self._generators_do("thaw")
+            if self._turns:
+                self._learners_do("offload")
+            self._pool.each("thaw")
 
-    # --- calls ---
+    @contextmanager
+    def _learner_at_work(self) -> Iterator[None]:
+        """Its states are where it works with them."""
+        if not self._turns:
+            yield
+            return
+        self._freeze()
+        try:
+            yield
+        finally:
+            self._thaw()
 
     def _learners_do(self, method: str, *arguments: Any) -> list[Any]:
         """All ranks together: they work in step."""
-        return _all({f"learner rank {rank}": getattr(part, method).remote(*arguments)
-                     for rank, part in enumerate(self._learners)})
-
-    def _generators_do(self, method: str, *arguments: Any) -> list[Any]:
-        return _all({f"generator {number}": getattr(part, method).remote(*arguments)
-                     for number, part in enumerate(self.generators)})
+        return gather({f"learner rank {rank}": getattr(part, method).remote(*arguments)
+                       for rank, part in enumerate(self._learners)})
 
 
-def _all(calls: dict[str, ray.ObjectRef]) -> list[Any]:
-    """The results in order. The first call that fails ends the wait: the others may be waiting for that part."""
-    names = {ref: name for name, ref in calls.items()}
-    results: dict[ray.ObjectRef, Any] = {}
-    waiting = list(names)
-    while waiting:
-        (ref,), waiting = ray.wait(waiting, num_returns=1)
-        try:
-            results[ref] = ray.get(ref)
-        except RayActorError as error:
-            raise PartDied(f"{names[ref]} died: {error}") from error
-        except Exception as error:
-            error.add_note(f"raised by {names[ref]}")
-            raise
-    return [results[ref] for ref in names]
+def _published(reports: Sequence[dict[str, Any]], clock: "_Clock") -> dict[str, Any]:
+    def most(name: str) -> Any:
+        return max((report[name] for report in reports), default=0)
+
+    return {**clock.seconds, "pause_s": clock.total(), "pull_s": most("pull_s"), "load_s": most("load_s"),
+            "verify_s": most("verify_s"), "weights_bytes": most("bytes"),
+            "weights_verified": float(bool(reports) and all(report["verified"] for report in reports))}
 
 
 class _Clock:
@@ -205,42 +262,32 @@ class _Clock:
         self.seconds[name] = time.monotonic() - started
 
 
-def _place(config: Config, model_dir: str, total_steps: int
-           ) -> tuple[PlacementGroup, list[ActorHandle], list[ActorHandle]]:
-    """Reserves the room and creates the actors."""
-    ranks, replicas, parallel = config.learner.ranks, config.generator.replicas, config.generator.tensor_parallel
+def _create(config: Config, model_dir: str, total_steps: int) -> PolicyGroup:
+    """Reserves the room and creates the actors, none of which has begun to work."""
     on_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    if on_gpus and ranks != replicas * parallel:
-        raise ConfigError(
-            f"learner.ranks ({ranks}) must equal generator.replicas x generator.tensor_parallel ({replicas} x "
-            f"{parallel}): each GPU is shared by one learner rank and one part of a generator")
-    if on_gpus:
-        placement = _reserve([{"GPU": 1, "CPU": 2}] * ranks)
-    else:
-        placement = _reserve([{"CPU": 1}] * ranks + [{"CPU": parallel}] * replicas)
-    share = GPU_SHARE if on_gpus else 0
+    turns = takes_turns(config, on_gpus=on_gpus)
+    planned = place(config, on_gpus=on_gpus)
+    placement = _reserve(planned.bundles)
+    generator = config.generator.model_copy(update={"in_flight": "resend" if turns else "keep"})
+    ranks = len(planned.learners)
     learners = [
-        LearnerWorker.options(num_cpus=1, num_gpus=share, scheduling_strategy=_bundle(placement, rank)).remote(
+        LearnerWorker.options(**_options(seat, placement)).remote(
             model_dir, config.learner, config.algorithm, config.sampling.temperature, rank, ranks, total_steps)
-        for rank in range(ranks)
+        for rank, seat in enumerate(planned.learners)
     ]
-    generators = []
-    for number in range(replicas):
-        first = number * parallel if on_gpus else ranks + number
-        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": share}
-        if on_gpus and parallel > 1:  # vLLM's own Ray workers take the GPUs, in these bundles
-            bundles = ",".join(str(first + part) for part in range(parallel))
-            options["num_gpus"] = 0
-            options["runtime_env"] = {"env_vars": {
-                "VLLM_RAY_PER_WORKER_GPUS": str(GPU_SHARE), "VLLM_RAY_BUNDLE_INDICES": bundles}}
-        generators.append(GeneratorWorker.options(**options, scheduling_strategy=_bundle(placement, first)).remote(
-            model_dir, config.generator, config.policy, config.run.seed + number))
-    return placement, learners, generators
+    generators = [
+        GeneratorWorker.options(max_restarts=-1, **_options(seat, placement)).remote(
+            model_dir, generator, config.policy, config.run.seed + number)
+        for number, seat in enumerate(planned.generators)
+    ]
+    return PolicyGroup(config, learners, generators, placement, turns=turns)
 
 
-def _bundle(placement: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
-    return PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index,
-                                            placement_group_capture_child_tasks=True)
+def _options(seat: Seat, placement: PlacementGroup) -> dict[str, Any]:
+    where = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=seat.bundle,
+                                             placement_group_capture_child_tasks=True)
+    options = {"num_cpus": seat.cpus, "num_gpus": seat.gpus, "scheduling_strategy": where}
+    return {**options, "runtime_env": {"env_vars": seat.env}} if seat.env else options
 
 
 def _reserve(bundles: list[dict[str, float]]) -> PlacementGroup:

@@ -10,6 +10,9 @@ from ray import cloudpickle
 
 from lightning_ray.config import Config, ConfigError
 
+FREE_SOON = {"free_objects_period_milliseconds": 10}
+"""Ray's own setting: how long memory of the object store is kept that nobody refers to any more. By default that is a
+second, in which a publish sends many buckets."""
 CONNECT_REMEDY = "Start a cluster with `ray up cluster.yaml`, or leave ray.address out to run on this machine"
 
 
@@ -50,7 +53,7 @@ class RaySession:
                  + math.ceil(runners.count * runners.cpus))
         ray.init(num_cpus=max(os.cpu_count() or 1, slots), include_dashboard=False,
                  resources={name: amount * runners.count for name, amount in runners.resources.items()},
-                 object_store_memory=int(config.ray.object_store_gib * 2**30), **quiet)
+                 object_store_memory=int(config.ray.object_store_gib * 2**30), _system_config=FREE_SOON, **quiet)
         return cls(ours=True)
 
     def stop(self) -> None:

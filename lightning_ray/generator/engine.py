@@ -67,8 +67,10 @@ def engine_arguments(model_dir: str, config: GeneratorConfig, policy: PolicyConf
         _check_dtype(model_dir, config)
         settings["kv_cache_memory_bytes"] = config.kv_cache_gib << 30
         settings["distributed_executor_backend"] = "uni" if config.tensor_parallel == 1 else "mp"
-    elif config.tensor_parallel > 1:
-        settings["distributed_executor_backend"] = "ray"
+    else:
+        settings["enable_sleep_mode"] = config.in_flight == "resend"
+        if config.tensor_parallel > 1:
+            settings["distributed_executor_backend"] = "ray"
     unknown = set(config.extra) - {field.name for field in fields(AsyncEngineArgs)}
     if unknown:
         raise ConfigError(f"generator.extra: vLLM has no engine argument {', '.join(sorted(unknown))}. See `vllm serve "
@@ -101,6 +103,24 @@ def sampling_params(request: GenerateRequest) -> Any:
         stop_token_ids=request.stop_token_ids or None, detokenize=bool(request.stop), logprobs=0, flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA, stream_interval=FIRST_AND_LAST, skip_clone=True, **request.params,
     )
+
+
+def rescued_output(engine: Any, request_id: str) -> Any:
+    """Of an engine whose process died: all that it had reported of a request, as its last output (`CompletionOutput`);
+    None where the request had not reached it.
+
+    vLLM hands over nothing any more itself. What it received before is in its output processor, which makes an output
+    from there as it does when a request is aborted; nothing of it counts as handed over already.
+    """
+    from vllm.v1.engine import FinishReason
+
+    states = engine.output_processor.request_states.values()
+    state = next((state for state in states if state.external_req_id == request_id), None)
+    if state is None:
+        return None
+    state.sent_tokens_offset = 0
+    output = state.make_request_output([], None, FinishReason.ABORT, None)
+    return output.outputs[0]
 
 
 def sampled_logprobs(flat: Any) -> list[float]:

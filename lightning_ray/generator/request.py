@@ -55,7 +55,8 @@ class Generation:
     versions: np.ndarray
     """int32 [S]: policy version that sampled each token."""
     finish_reason: str
-    """`stop`, `length`, or `abort` (the caller aborted it; the arrays hold what was sampled until then)."""
+    """`stop`, `length`, `abort` (the caller aborted it; the arrays hold what was sampled until then), or `interrupted`
+    (the engine died; the arrays hold what it was known to have sampled, and any generator can go on from there)."""
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it; None for the model's own end-of-sequence token."""
 
@@ -91,8 +92,8 @@ class Progress:
     """One generation under way: the request and the tokens so far. `max_context` is the engine's, in tokens.
 
     Send `next_request()` to an engine and `add` what comes back, until `done`; then `generation()` is the answer.
-    A piece that ended `stop` or `length` finishes it; one that ended `abort` does so only after `cancel()`, and
-    otherwise leaves the rest to the next request.
+    A piece that ended `stop` or `length` finishes it; one that ended `abort` or `interrupted` does so only after
+    `cancel()`, and otherwise leaves the rest to the next request.
     """
 
     def __init__(self, request: GenerateRequest, max_context: int):
@@ -121,9 +122,9 @@ class Progress:
 
     def add(self, piece: Generation) -> None:
         """Take what the engine returned for the last `next_request()`."""
-        if piece.finish_reason != "abort" or self.cancelled:
+        if piece.finish_reason not in ("abort", "interrupted") or self.cancelled:
             self.pieces.append(piece)
-            self.finish = (piece.finish_reason, piece.stop_reason)
+            self.finish = ("abort" if piece.finish_reason == "interrupted" else piece.finish_reason, piece.stop_reason)
             return
         kept = self._kept(len(piece.token_ids))
         if kept:
@@ -154,6 +155,10 @@ class Progress:
         so_far = [int(token) for piece in self.pieces for token in piece.token_ids]
         return replace(self.request, prompt_ids=[*self.request.prompt_ids, *so_far],
                        max_tokens=self.request.max_tokens - sampled, seed=seed, params=params)
+
+    def interrupted(self) -> Generation:
+        """What there is of a generation that cannot go on here."""
+        return join(self.pieces, "interrupted")
 
     def generation(self) -> Generation:
         """The whole generation; where it was cancelled before it ended, what there is of it, ended `abort`."""

@@ -1,9 +1,11 @@
 """Weights travel to vLLM's workers through Ray's object store: a transfer engine of vLLM's own kind.
 
-A publish is a list of object references, its buckets; each holds `{name: (bytes as a uint8 array, dtype name,
-shape)}` in checkpoint names, without a tied `lm_head.weight`. The worker process (a child of the generator's actor,
-or on several GPUs a process of its own) joins Ray, asks the actor for the references, and loads bucket by bucket
-straight from shared memory (`ray.get` is zero-copy on the node): peak extra memory is one bucket plus one layer.
+A publish is a sequence of buckets, each an object that holds `{name: (bytes as a uint8 array, dtype name, shape)}` in
+checkpoint names, without a tied `lm_head.weight`. For each the worker process (a child of the generator's actor, or on
+several GPUs a process of its own), which has joined Ray, asks the actor for the reference and loads straight from
+shared memory (`ray.get` is zero-copy on the node). Layers are whole in a bucket, so that nothing of it is held on to
+afterwards but a layer that the engine pads (a vocabulary that is no multiple of 64), until the publish ends. With
+`generator.transport: ipc` the object is only the address of a bucket in GPU memory (`sharing.py`).
 
 References are handed out by an actor call, never pickled into vLLM's own messages: Ray pins an object for ever when
 its reference is pickled outside of Ray.
@@ -15,7 +17,9 @@ reload must frame the update: the CPU worker repacks weights after loading, and 
 """
 
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,6 +33,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from lightning_ray.generator import checksum
+from lightning_ray.learner.sharing import SharedBucket
 
 BACKEND = "ray_object_store"
 WORKER_EXTENSION = "lightning_ray.generator.weights.WeightReports"
@@ -41,13 +46,12 @@ class InitInfo(WeightTransferInitInfo):
     ray_address: str
     namespace: str
     source: bytes
-    """The pickled handle of the actor whose `parcel()` returns the list of references."""
+    """The pickled handle of the actor whose `parcel()` returns the bucket's reference, in a list."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    bucket: int
-    """Index into the list of references."""
+    """Nothing: which bucket is under way, the actor knows."""
 
 
 @dataclass
@@ -56,12 +60,25 @@ class Report:
 
     tensors: int
     bytes: int
+    pull_s: float = 0.0
+    """Seconds until the buckets were in this process."""
+    load_s: float = 0.0
+    """Seconds in which the engine took them over: copied, fused, packed."""
+    verify_s: float = 0.0
     verified: bool = False
-    """The engine computes with exactly the values that were sent."""
+    """The engine computes with the values that were sent, as far as `checksum.py` compares them."""
     unverified: str = ""
     """Why they could not be compared."""
     wrong: str = ""
     """What the engine holds instead."""
+
+
+def tensors_of(bucket: Bucket | SharedBucket, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket, on `device`; on the CPU they are views of Ray's shared memory."""
+    if isinstance(bucket, SharedBucket):
+        return bucket.open(device)
+    return {name: torch.from_numpy(raw).view(getattr(torch, dtype)).view(shape).to(device)
+            for name, (raw, dtype, shape) in bucket.items()}
 
 
 class ObjectStoreEngine(WeightTransferEngine):
@@ -73,6 +90,7 @@ class ObjectStoreEngine(WeightTransferEngine):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._parameters = {name for name, _ in self.model.named_parameters()}  # a tied weight once
+        self._publishes = 0
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         import ray
@@ -89,8 +107,9 @@ class ObjectStoreEngine(WeightTransferEngine):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._sent: checksum.Tally = {}
-        self._tensors = self._bytes = 0
-        self._refs: list[Any] | None = None
+        self._publishes += 1
+        self._turn = self._publishes if self.device.type == "cpu" else None
+        self.report = Report(tensors=0, bytes=0)
         self._missing = set(self._parameters)
         initialize_layerwise_reload(self.model)
 
@@ -103,33 +122,38 @@ class ObjectStoreEngine(WeightTransferEngine):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         import ray
 
-        if self._refs is None:
-            self._refs = ray.get(self._source.parcel.remote())
+        with self._timed("pull_s"):
+            tensors = tensors_of(ray.get(ray.get(self._source.parcel.remote())[0]), self.device)
+        sent = sum(tensor.nbytes for tensor in tensors.values())
         try:
-            loaded = self.model.load_weights(self._tensors_of(ray.get(self._refs[update_info.bucket])))
+            with self._timed("load_s"):
+                loaded = self.model.load_weights(tensors.items())
         except BaseException:
             self._end_reload()  # or the next publish would find layers that were given some of their parts
             raise
         self._missing -= set(loaded or ())
-
-    def _tensors_of(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, (raw, dtype, shape) in bucket.items():
-            tensor = torch.from_numpy(raw).view(getattr(torch, dtype)).view(shape)
-            checksum.add(self._sent, name, tensor.to(self.model_config.dtype))
-            self._tensors += 1
-            self._bytes += raw.nbytes
-            yield name, tensor
+        with self._timed("verify_s"):
+            for name, tensor in tensors.items():
+                checksum.add(self._sent, name, tensor.to(self.model_config.dtype), self._turn)
+        self.report.tensors += len(tensors)
+        self.report.bytes += sent
 
     def finish_weight_update(self) -> None:
-        self._end_reload()
-        self._repack_tied_head()
-        self.report = Report(self._tensors, self._bytes)
-        self._verify()
+        with self._timed("load_s"):
+            self._end_reload()
+            self._repack_tied_head()
+        with self._timed("verify_s"):
+            self._verify()
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        setattr(self.report, name, getattr(self.report, name) + time.monotonic() - started)
 
     def _end_reload(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        self._refs = None
         finalize_layerwise_reload(self.model, self.model_config)
 
     def _verify(self) -> None:
@@ -140,7 +164,7 @@ class ObjectStoreEngine(WeightTransferEngine):
             report.unverified = "the weights are spread over several ranks"
         else:
             try:
-                report.wrong = checksum.difference(self._sent, checksum.tally_of(checksum.held(self.model)))
+                report.wrong = checksum.difference(self._sent, checksum.tally_held(self.model, self._turn))
             except checksum.Unreadable as reason:
                 report.unverified = str(reason)
             except checksum.Damaged as damage:
@@ -156,7 +180,7 @@ class ObjectStoreEngine(WeightTransferEngine):
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        self._refs = None
+        """There is nothing to release."""
 
 
 class WeightReports:

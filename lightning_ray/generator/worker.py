@@ -3,16 +3,21 @@
 * `generate` runs in a concurrency group of its own, thousands at once; every other call runs in `control`, so that
   waiting generations cannot starve them. Ray gives each group an event loop in a thread of its own, and the engine
   belongs to one loop: `generate`'s. Control calls hop to it (`_on_engine_loop`).
-* `freeze` stops sampling and keeps the KV cache of what runs; `thaw` goes on. Requests that arrive while frozen
-  wait here, and no caller notices. A generation that had no token yet when the engine froze is taken back and sent
-  again after the thaw: it then belongs wholly to the new weights.
+* `freeze` stops sampling and keeps the KV cache of what runs, or gives up the memory of weights and KV cache
+  (`give_up_memory`); `thaw` goes on. Requests that arrive while frozen wait here, and no caller notices. A generation
+  that lost its KV cache is sent again with the tokens that it has. One that had no token yet when the engine froze is
+  taken back and sent again after the thaw: it then belongs wholly to the new weights.
+* The actor's process may die and be started again by Ray. It then starts its engine by itself and waits, with all
+  requests that arrive meanwhile, for weights (those in `model_dir` may be old) and a thaw; where nobody will send any
+  (`fixed`), for its engine alone.
 * Prefix cache: every request is salted with the publish it is sent under, so that a request never builds on KV that
   other weights computed, while generations that run on keep theirs. Stale blocks age out of the cache.
 * Log-probs are those of the distribution that was sampled from (`processed_logprobs`): the behaviour policy.
 
 Errors: `ready` raises what vLLM raises when it cannot start; `generate` raises ValueError for a request that cannot
-be served (a prompt longer than the context, an unknown parameter). When the engine's process dies, the actor ends with
-it: to its callers a generator is there or, by Ray's `RayActorError`, it is not.
+be served (a prompt longer than the context, an unknown parameter). When the engine's process dies, its generations are
+given back `interrupted`, with the tokens that it was known to have sampled, and the actor ends: to its callers a
+generator is there or, by Ray's `RayActorError`, it is not.
 """
 
 import asyncio
@@ -21,15 +26,16 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import ray
 
 from lightning_ray.config import GeneratorConfig, PolicyConfig
 from lightning_ray.generator.claims import Ended
-from lightning_ray.generator.engine import sampled_logprobs, sampling_params, start_engine
-from lightning_ray.generator.request import GenerateRequest, Generation, Progress, versions_of
+from lightning_ray.generator.engine import rescued_output, sampled_logprobs, sampling_params, start_engine
+from lightning_ray.generator.publishing import PublishFailed, Publishing
+from lightning_ray.generator.request import GenerateRequest, Generation, Progress, join, versions_of
 
 NOT_STARTED = "the generator has not been started: call ready() first"
 CLAIM_LOOK_S = 0.01
@@ -38,10 +44,14 @@ DRAIN_LOOK_S = 0.01
 """How often a draining generator looks whether its engine is done."""
 ENGINE_STOP_S = 1.0
 """How long the engine's process may take to end by itself."""
+HAND_OVER_S = 0.5
+"""How long this process outlives its engine, so that Ray can deliver what the engine's generations were given back."""
+START_RETRIES = 3
+"""How often in a row the process may die while its engine starts."""
 
 
-class PublishFailed(RuntimeError):
-    """The engine does not hold the weights that were sent. It stays frozen until a publish succeeds."""
+class Restarted(RuntimeError):
+    """This process was started again, and no weights have been published to it since."""
 
 
 class _Flight:
@@ -54,50 +64,71 @@ class _Flight:
         self.started = False
 
     @property
+    def runs(self) -> bool:
+        return self.with_engine and self.started
+
+    @property
     def waits_for_first_token(self) -> bool:
         return self.with_engine and not self.started
 
 
 @ray.remote(concurrency_groups={"generate": 4096, "control": 64})
 class GeneratorWorker:
-    """One engine. `version` is the policy version of the weights in `model_dir` (0 for the start weights)."""
+    """One engine. `version` is the policy version of the weights in `model_dir` (0 for the start weights); `fixed`:
+    they are the only ones that it will ever have."""
 
-    def __init__(self, model_dir: str, config: GeneratorConfig, policy: PolicyConfig, seed: int, version: int = 0):
+    def __init__(self, model_dir: str, config: GeneratorConfig, policy: PolicyConfig, seed: int, version: int = 0,
+                 fixed: bool = False):
         self._model_dir = model_dir
         self._config = config
         self._policy = policy
         self._seed = seed
-        self._version = version
         self._engine: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._facts: dict[str, Any] = {}
+        self._starting = asyncio.Lock()
         self._flights: dict[str, _Flight] = {}
         self._lately = Ended()
         self._open = asyncio.Event()
-        self._whole = True
-        self._publishes = 0
-        self._parcel: list[ray.ObjectRef] = []
+        self._ended = asyncio.Event()
+        here = ray.get_runtime_context()
+        self._restarted = here.was_current_actor_reconstructed
+        self._weights = Publishing(version, whole=fixed or not self._restarted)
+        self._fixed = fixed
+        self._asleep: list[str] = []
+        if self._restarted:
+            here.current_actor.ready.remote()
 
     # --- the generate group, on the loop that owns the engine ---
 
-    @ray.method(concurrency_group="generate")
+    @ray.method(concurrency_group="generate", max_task_retries=START_RETRIES)
     async def ready(self) -> dict[str, Any]:
-        """Start the engine. Returns `start_s`, `max_model_len`, `kv_tokens`, `vocabulary`, `version`. Idempotent."""
-        if self._engine is None:
-            self._loop = asyncio.get_running_loop()
-            started = time.monotonic()
-            self._engine = start_engine(self._model_dir, self._config, self._policy, self._seed)
-            await self._engine.update_weight_version(str(self._version))
-            await self._connect_transfer()
-            cache, model = self._engine.vllm_config.cache_config, self._engine.model_config
-            self._facts = {
-                "start_s": time.monotonic() - started,
-                "max_model_len": model.max_model_len,
-                "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
-                "vocabulary": model.get_vocab_size(),
-            }
+        """Start the engine. Returns `start_s`, `max_model_len`, `kv_tokens`, `vocabulary`, `version`, and `pid` of the
+        actor. Idempotent.
+
+        Asked of an actor that is being restarted, it waits for the new process.
+        """
+        async with self._starting:
+            if not self._facts:
+                await self._start()
+        return {**self._facts, "version": self._weights.version}
+
+    async def _start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        started = time.monotonic()
+        self._engine = start_engine(self._model_dir, self._config, self._policy, self._seed)
+        await self._engine.update_weight_version(str(self._weights.version))
+        await self._connect_transfer()
+        cache, model = self._engine.vllm_config.cache_config, self._engine.model_config
+        self._facts = {
+            "start_s": time.monotonic() - started,
+            "max_model_len": model.max_model_len,
+            "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+            "vocabulary": model.get_vocab_size(),
+            "pid": os.getpid(),
+        }
+        if self._weights.whole:
             self._open.set()
-        return {**self._facts, "version": self._version}
 
     async def _connect_transfer(self) -> None:
         from ray import cloudpickle
@@ -113,17 +144,21 @@ class GeneratorWorker:
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample up to `request.max_tokens` tokens after the prompt."""
         if not self._facts:
-            raise RuntimeError(NOT_STARTED)
+            if not self._restarted:
+                raise RuntimeError(NOT_STARTED)
+            self._loop = asyncio.get_running_loop()
         if request.request_id in self._flights:
             raise ValueError(f"request id {request.request_id!r} is in flight already")
-        progress = Progress(request, self._facts["max_model_len"])
+        progress = Progress(request, self._facts.get("max_model_len", self._policy.max_context))
         flight = self._flights[request.request_id] = _Flight(progress)
         try:
             while not progress.done and not progress.cancelled:
+                if self._ended.is_set():
+                    return progress.interrupted()
                 if self._open.is_set():
                     progress.add(await self._sample(flight))
                 else:
-                    await _first_of(self._open.wait(), flight.cancelled.wait())
+                    await _first_of(self._open.wait(), self._ended.wait(), flight.cancelled.wait())
             return self._lately.keep(request.request_id, progress.generation())
         finally:
             del self._flights[request.request_id]
@@ -138,7 +173,7 @@ class GeneratorWorker:
         token_ids: list[int] = []
         logprobs: list[float] = []
         try:
-            prompt = tokens_input(request.prompt_ids, cache_salt=str(self._publishes))
+            prompt = tokens_input(request.prompt_ids, cache_salt=str(self._weights.count))
             outputs = self._engine.generate(prompt, sampling_params(request), request.request_id)
             flight.with_engine, flight.started = True, False
             async for output in outputs:
@@ -148,6 +183,10 @@ class GeneratorWorker:
                 logprobs.extend(sampled_logprobs(completion.logprobs))
         except EngineDeadError:
             self._end()
+            completion = rescued_output(self._engine, request.request_id)
+            if completion is None:
+                return join([], "interrupted")
+            token_ids, logprobs = list(completion.token_ids), sampled_logprobs(completion.logprobs)
         except (VLLMClientError, TypeError) as error:
             raise ValueError(f"request {request.request_id}: {error}") from error
         finally:
@@ -189,6 +228,7 @@ class GeneratorWorker:
     async def drain(self) -> None:
         """Finish what the engine has, however long it takes. Requests that arrive from now on wait here until `thaw`,
         as they do while frozen. Idempotent."""
+        self._check_weights()
         await self._on_engine_loop(self._drain())
 
     async def _drain(self) -> None:
@@ -197,14 +237,31 @@ class GeneratorWorker:
             await asyncio.sleep(DRAIN_LOOK_S)
 
     @ray.method(concurrency_group="control")
-    async def freeze(self) -> None:
-        """Stop sampling, keep the KV cache. Idempotent."""
-        await self._on_engine_loop(self._freeze())
+    async def freeze(self, give_up_memory: bool = False) -> None:
+        """Stop sampling, and keep the KV cache. Idempotent.
 
-    async def _freeze(self) -> None:
+        `give_up_memory`: weights and KV cache leave the GPU (on the CPU, where vLLM cannot do that, the cache is only
+        emptied); what runs is taken out of the engine, and sent again after the thaw with the tokens that it has.
+        """
+        self._check_weights()
+        await self._on_engine_loop(self._freeze(give_up_memory))
+
+    async def _freeze(self, give_up_memory: bool) -> None:
         self._open.clear()
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
-        await self._take_back(lambda flight: flight.waits_for_first_token)
+        if not give_up_memory:
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+            await self._take_back(lambda flight: flight.waits_for_first_token)
+        elif not self._asleep:
+            await self._engine.pause_generation(mode="abort", clear_cache=False)
+            await self._take_back(lambda flight: flight.with_engine)
+            await self._engine.sleep(level=1)
+            self._asleep = ["weights", "kv_cache"]
+
+    async def _wake(self, *tags: str) -> None:
+        waking = [tag for tag in tags if tag in self._asleep]
+        if waking:
+            await self._engine.wake_up(waking)
+            self._asleep = [tag for tag in self._asleep if tag not in waking]
 
     async def _take_back(self, which: Callable[[_Flight], bool]) -> None:
         """Abort flights in the engine until none of them is there: one that is still being handed over is unknown to
@@ -219,68 +276,56 @@ class GeneratorWorker:
         await self._on_engine_loop(self._thaw())
 
     async def _thaw(self) -> None:
-        if not self._whole:
+        if not self._weights.whole:
             raise PublishFailed("the last publish failed: publish again before the thaw")
+        await self._wake("weights", "kv_cache")
         await self._engine.resume_generation()
         self._open.set()
 
     @ray.method(concurrency_group="control")
-    async def publish(self, ref_box: list[ray.ObjectRef], version: int) -> dict[str, Any]:
-        """Load the weights of `ref_box` (one reference a bucket, see `weights.py`) and stamp them `version`.
+    async def start_publish(self, version: int) -> None:
+        """From here on weights of policy version `version` are loaded, by `load_bucket`, until `finish_publish`.
 
-        The generator must be frozen. Returns `version`, `seconds`, `tensors`, `bytes`, `verified` and `unverified`
-        (why the values could not be compared, or empty). Raises `PublishFailed` where the engine does not hold what
+        The generator must be frozen. Raises `PublishFailed`, as the two others do, where the engine does not hold what
         was sent; it then stays frozen until a publish succeeds.
         """
-        return await self._on_engine_loop(self._publish(ref_box, version))
+        await self._on_engine_loop(self._start_publish(version))
 
-    async def _publish(self, ref_box: list[ray.ObjectRef], version: int) -> dict[str, Any]:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-        from vllm.v1.engine.exceptions import EngineDeadError
-
+    async def _start_publish(self, version: int) -> None:
         if self._open.is_set():
             raise RuntimeError("the generator must be frozen while weights are published")
-        started = time.monotonic()
-        self._parcel, self._whole = ref_box, False
-        try:
-            await self._engine.start_weight_update()
-            for bucket in range(len(ref_box)):
-                await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"bucket": bucket}))
-            await self._engine.finish_weight_update()
-            reports = await self._engine.collective_rpc("publish_report")
-        except EngineDeadError:
-            self._end()
-        except Exception as error:  # vLLM's worker names it in the text of a bare Exception
-            raise PublishFailed(f"publishing policy version {version}: {error}") from error
-        finally:
-            self._parcel = []
-        for report in reports:
-            if report["wrong"]:
-                raise PublishFailed(f"publishing policy version {version}: {report['wrong']}")
-        await self._engine.update_weight_version(str(version))
-        self._version, self._whole = version, True
-        self._publishes += 1
-        kept = {key: reports[0][key] for key in ("tensors", "bytes", "verified", "unverified")}
-        return {**kept, "version": version, "seconds": time.monotonic() - started}
+        await self._wake("weights")
+        await self._weights.start(self._engine, version)
+
+    @ray.method(concurrency_group="control")
+    async def load_bucket(self, ref_box: list[ray.ObjectRef]) -> None:
+        """Load what the one reference holds (see `weights.py`). It is not needed any more afterwards."""
+        await self._on_engine_loop(self._weights.load(self._engine, ref_box))
+
+    @ray.method(concurrency_group="control")
+    async def finish_publish(self) -> dict[str, Any]:
+        """Verify, and stamp the version. Returns `version`, `seconds`, and of `weights.Report` all but `wrong`."""
+        return await self._on_engine_loop(self._weights.finish(self._engine))
 
     @ray.method(concurrency_group="control")
     async def parcel(self) -> list[ray.ObjectRef]:
-        """The references of the publish under way, for the engine's own processes."""
-        return self._parcel
+        """The reference of the bucket under way, for the engine's own processes."""
+        return self._weights.parcel
 
     @ray.method(concurrency_group="control")
     async def health(self) -> dict[str, Any]:
         """`version`, `frozen`; `in_flight` requests, those `waiting` for their first token, and `kv_share`: of the KV
         cache what the prompts of the others fill, tokens that they share counted for each."""
+        self._check_weights()
         return await self._on_engine_loop(self._health())
 
     async def _health(self) -> dict[str, Any]:
         if self._engine.errored:
-            self._end()
-        held = sum(len(flight.progress.request.prompt_ids) for flight in self._flights.values() if flight.started)
+            raise _engine_died()
+        held = sum(len(flight.progress.request.prompt_ids) for flight in self._flights.values() if flight.runs)
         return {
-            "version": self._version, "frozen": not self._open.is_set(), "in_flight": len(self._flights),
-            "waiting": sum(not flight.started for flight in self._flights.values()),
+            "version": self._weights.version, "frozen": not self._open.is_set(), "in_flight": len(self._flights),
+            "waiting": sum(not flight.runs for flight in self._flights.values()),
             "kv_share": held / max(1, self._facts["kv_tokens"]),
         }
 
@@ -295,16 +340,40 @@ class GeneratorWorker:
         self._engine.shutdown(timeout=ENGINE_STOP_S)
         shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
 
-    def _end(self) -> NoReturn:
-        """The engine's process is gone and with it all that this actor is for."""
-        print(f"generator: the engine that serves {self._model_dir} died", file=sys.stderr, flush=True)
-        os._exit(1)
+    def _end(self) -> None:
+        """The engine's process is gone and with it all that this actor is for: its end, once its generations have been
+        given back. Idempotent."""
+        if not self._ended.is_set():
+            print(f"generator: the engine that serves {self._model_dir} died", file=sys.stderr, flush=True)
+            self._open.clear()
+            self._ended.set()
+            self._loop.call_later(HAND_OVER_S, os._exit, 1)
+
+    def _check_weights(self) -> None:
+        if self._restarted and not self._fixed and not self._weights.count:
+            raise Restarted("this generator was started again and waits for weights")
 
     async def _on_engine_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:
             call.close()
             raise RuntimeError(NOT_STARTED)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._to_the_end(call), self._loop))
+
+    async def _to_the_end(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """What only an engine could answer is never answered once it died: the callers hear of that from Ray."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await call
+        except EngineDeadError:
+            self._end()
+            await asyncio.Event().wait()
+
+
+def _engine_died() -> Exception:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return EngineDeadError()
 
 
 async def _first_of(*waits: Coroutine[Any, Any, Any]) -> None:

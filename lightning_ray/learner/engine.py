@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,10 @@ from lightning_ray.learner.adapter import published, switched_off
 from lightning_ray.learner.batch import MicroBatch, build, part_of, plan, read_length, split_updates, update_scale
 from lightning_ray.learner.losses import Tokens, policy_loss
 from lightning_ray.learner.model import Scorer, load_scorer, native_dtype
+from lightning_ray.learner.offload import offload, reload
 from lightning_ray.learner.optimizer import learning_rate, make_optimizer
 from lightning_ray.learner.sequence import Team
+from lightning_ray.learner.sharing import Layout, SharedBucket, export
 from lightning_ray.learner.totals import Totals
 from lightning_ray.trajectory.samples import Sample
 
@@ -94,6 +96,7 @@ class Learner:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=self.scorer, optimizer=optimizer, config=settings, dist_init_required=False
         )
+        self._shared: Tensor | None = None
         self._norm: float | None = None
         if self.optimizer is optimizer:  # ZeRO-0 in float32: DeepSpeed would clip, but keep the norm to itself
             optimizer.register_step_pre_hook(self._clip)
@@ -247,23 +250,60 @@ class Learner:
 
     # --- weights ---
 
-    def weights(self, dtype: str = "bfloat16") -> dict[str, tuple[np.ndarray, str, tuple[int, ...]]]:
+    def parameters(self) -> list[tuple[str, int]]:
+        """(name, number of values) of all that `weights` gives, in the same order, without gathering."""
+        return [(weight.name, math.prod(weight.shape)) for weight in published(self.scorer.policy)]
+
+    def weights(
+        self, dtype: str = "bfloat16", names: Collection[str] | None = None, *, copy: bool = True
+    ) -> dict[str, tuple[np.ndarray, str, tuple[int, ...]]]:
         """Hugging Face name -> (bytes as uint8 [n], dtype name, shape), on rank 0; {} on the others.
 
-        Parameters that are tied to another one are left out. The arrays are copies.
+        Parameters that are tied to another one are left out. `names`: only these. The arrays are copies; without `copy`
+        they may be the weights themselves, to be read before the next step.
         """
         return {
             name: (tensor.to(getattr(torch, dtype)).contiguous().view(-1).view(torch.uint8).numpy(), dtype, shape)
-            for name, tensor, shape in self._gathered()
+            for name, tensor, shape in self._gathered(names, copy=copy)
         }
 
-    def _gathered(self):  # type: ignore[no-untyped-def]
-        """(name, whole tensor as a copy on the CPU, shape) of each weight, adapters merged in, on rank 0."""
+    def _gathered(self, names: Collection[str] | None = None, *, copy: bool = True):  # type: ignore[no-untyped-def]
+        """(name, whole tensor on the CPU, shape) of each weight, adapters merged in, on rank 0."""
         for weight in published(self.scorer.policy):
+            if names is not None and weight.name not in names:
+                continue
             partitioned = self.config.zero_stage == 3
             with deepspeed.zero.GatheredParameters(list(weight.parts), enabled=partitioned):
                 if self.rank == 0:
-                    yield weight.name, weight.value().to("cpu", copy=True), weight.shape
+                    yield weight.name, weight.value().to("cpu", copy=copy or partitioned), weight.shape
+
+    def share(self, dtype: str, names: Collection[str]) -> SharedBucket | None:
+        """These parameters in the memory of each rank's GPU, for generators on the same GPUs, until the next `share` or
+        `unshare`. On rank 0; None on the others."""
+        self.unshare()
+        chosen = [weight for weight in published(self.scorer.policy) if weight.name in names]
+        layout = Layout.of([(weight.name, weight.shape) for weight in chosen], dtype)
+        self._shared = torch.empty(layout.size, dtype=torch.uint8, device=self.engine.device)
+        views = layout.views(self._shared)
+        for weight in chosen:
+            with deepspeed.zero.GatheredParameters(list(weight.parts), enabled=self.config.zero_stage == 3):
+                views[weight.name].copy_(weight.value())
+        handles: list[Any] = [None] * self.ranks
+        dist.all_gather_object(handles, export(self._shared))
+        return SharedBucket(layout, dict(handles)) if self.rank == 0 else None
+
+    def unshare(self) -> None:
+        """What was shared may go. Idempotent."""
+        self._shared = None
+        torch.cuda.ipc_collect()
+
+    def offload(self) -> None:
+        """All states leave the GPU for host memory."""
+        offload(self.engine, self.config, self.reference)
+
+    def reload(self) -> None:
+        """All states are back where they are worked with. Idempotent."""
+        reload(self.engine, self.config, self.reference)
 
     def save(self, directory: Path) -> None:
         """Weights (with `learner.lora` the adapters only), optimizer and progress, for `load`; every rank writes its

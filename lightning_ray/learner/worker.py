@@ -66,8 +66,25 @@ class LearnerWorker:
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         return self._learner.logprobs(samples)
 
-    def weights(self, dtype: str = "bfloat16") -> dict[str, tuple[np.ndarray, str, tuple[int, ...]]]:
-        return self._learner.weights(dtype)
+    def parameters(self) -> list[tuple[str, int]]:
+        return self._learner.parameters()
+
+    def weights(
+        self, dtype: str = "bfloat16", names: Sequence[str] | None = None
+    ) -> dict[str, tuple[np.ndarray, str, tuple[int, ...]]]:
+        return self._learner.weights(dtype, None if names is None else frozenset(names), copy=False)
+
+    def share(self, dtype: str, names: Sequence[str]) -> Any:
+        return self._learner.share(dtype, frozenset(names))
+
+    def unshare(self) -> None:
+        self._learner.unshare()
+
+    def offload(self) -> None:
+        self._learner.offload()
+
+    def reload(self) -> None:
+        self._learner.reload()
 
     def save(self, directory: str) -> None:
         self._learner.save(Path(directory))

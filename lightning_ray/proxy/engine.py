@@ -1,8 +1,9 @@
 """The generators behind a proxy: which one takes a call, and what happens when one dies.
 
 A rollout stays with one generator, because that one has its prefix in the cache; it is given the least loaded at its
-first call, and moves when its own is far busier than the least loaded. A generator whose process died is asked again
-until it (or another) answers: the harness waits, it never sees an error.
+first call, and moves when its own is far busier than the least loaded. A generator whose process died is left alone for
+a while, then asked again; a call goes on with another one meanwhile, or waits where there is none. Where its engine
+died alone, it goes on from the tokens that were known. The harness waits, it never sees an error.
 """
 
 import asyncio
@@ -11,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightning_ray.generator.request import GenerateRequest, Generation, join
+from lightning_ray.generator.request import GenerateRequest, Generation, Progress
 
 logger = logging.getLogger(__name__)
 
 SLACK = 8
 """So many calls more than the least loaded generator has are worth a warm prefix cache."""
 RETRY_S = 0.5
+SHUN_S = 5.0
+"""How long a generator that just died gets no call that another one can take."""
 
 
 class GeneratorDied(Exception):
@@ -75,6 +78,7 @@ class Seat:
 
     generator: Generator
     load: int = 0
+    shunned_until: float = 0.0
 
 
 class Engine:
@@ -89,10 +93,10 @@ class Engine:
         self.aborted: set[str] = set()
         """Requests that were aborted while no generator had them."""
 
-    def choose(self, rollout_id: str) -> Seat:
-        least = min(self.seats, key=lambda seat: seat.load)
+    def choose(self, rollout_id: str, now_s: float) -> Seat:
+        least = min(self.seats, key=lambda seat: (seat.shunned_until > now_s, seat.load))
         home = self.home.get(rollout_id)
-        if home is None or home.load > 2 * least.load + SLACK:
+        if home is None or home.load > 2 * least.load + SLACK or home.shunned_until > now_s:
             home = self.home[rollout_id] = least
         return home
 
@@ -101,21 +105,29 @@ class Engine:
 
         Raises what the generator raises for a request that it cannot serve.
         """
+        progress = Progress(request, len(request.prompt_ids) + request.max_tokens)
+        clock = asyncio.get_running_loop().time
         while request.request_id not in self.aborted:
-            seat = self.choose(rollout_id)
+            seat = self.choose(rollout_id, clock())
             seat.load += 1
             self.running[request.request_id] = seat
             try:
-                return await seat.generator.generate(request)
+                piece = await seat.generator.generate(progress.next_request())
+                if piece.finish_reason == "abort":
+                    progress.cancel()
+                progress.add(piece)
+                if progress.done:
+                    return progress.generation()
             except GeneratorDied as error:
                 logger.warning("a generator is gone, %s will be sent again: %s", request.request_id, error)
-                self.home.pop(rollout_id, None)
             finally:
                 seat.load -= 1
                 self.running.pop(request.request_id, None)
+            seat.shunned_until = clock() + SHUN_S
             await asyncio.sleep(RETRY_S)
         self.aborted.discard(request.request_id)
-        return join([], "abort")
+        progress.cancel()
+        return progress.generation()
 
     async def abort(self, request_id: str) -> None:
         """End a generation, whether it is with a generator or about to be sent to one."""

@@ -11,6 +11,7 @@ import itertools
 
 import pytest
 
+from lightning_ray.ray_session import FREE_SOON
 from tests.tiny_models import tiny_model
 
 TEMPERATURE = 0.8
@@ -28,7 +29,7 @@ def ray_session():
     own = not ray.is_initialized()
     if own:
         ray.init(num_cpus=8, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False,
-                 logging_level="ERROR")
+                 logging_level="ERROR", _system_config=FREE_SOON)
     yield
     if own:
         ray.shutdown()

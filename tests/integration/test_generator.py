@@ -11,8 +11,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from lightning_ray.config import ConfigError, GeneratorConfig, PolicyConfig
 from lightning_ray.generator.engine import engine_arguments
+from lightning_ray.generator.publishing import PublishFailed
 from lightning_ray.generator.request import GenerateRequest
-from lightning_ray.generator.worker import PublishFailed
 
 pytestmark = pytest.mark.timeout(300)
 PROMPT = list(range(20, 60))
@@ -66,9 +66,16 @@ def publish(generator, weights: dict, version: int, *, buckets: int = 1) -> dict
     names = list(weights)
     parts = [{name: weights[name] for name in names[start::buckets]} for start in range(buckets)]
     ray.get(generator.freeze.remote())
-    report = ray.get(generator.publish.remote([ray.put(part) for part in parts], version))
+    report = send(generator, parts, version)
     ray.get(generator.thaw.remote())
     return report
+
+
+def send(generator, parts: list[dict], version: int) -> dict:
+    ray.get(generator.start_publish.remote(version))
+    for part in parts:
+        ray.get(generator.load_bucket.remote([ray.put(part)]))
+    return ray.get(generator.finish_publish.remote())
 
 
 @pytest.fixture
@@ -91,6 +98,7 @@ def in_flight(generator) -> int:
 
 
 def arguments(tmp_path, **settings):
+    (tmp_path / "config.json").write_text("{}")
     return engine_arguments(str(tmp_path), GeneratorConfig(**settings), PolicyConfig(path=tmp_path, max_context=777), 5)
 
 
@@ -261,12 +269,44 @@ def test_law_4_a_running_generation_crosses_an_update_at_full_length(
     new = next(versions)
     ray.get(generator.freeze.remote())
     late = generator.generate.remote(request_for(PROMPT, 20))
-    ray.get(generator.publish.remote([ray.put(Weights(tiny_model_dir).disturb(1).sent())], new))
+    send(generator, [Weights(tiny_model_dir).disturb(1).sent()], new)
     ray.get(generator.thaw.remote())
     for answer in ray.get(running):
         assert len(answer.token_ids) == 400 and answer.finish_reason == "length"
         assert set(answer.versions) == {old, new} and np.all(np.diff(answer.versions) >= 0)
     assert set(ray.get(late).versions) == {new}, "a request that waited belongs to the new weights"
+
+
+def test_law_4_memory_is_given_up_and_generations_are_sent_again_with_their_tokens(
+        known, generator, request_for, tiny_model_dir, versions):
+    (weights, old), new = known, next(versions)
+    changed = Weights(tiny_model_dir).disturb(6)
+    requests = [request_for(PROMPT, 300) for _ in range(12)]
+    running = [generator.generate.remote(request) for request in requests]
+    wait_until(lambda: in_flight(generator) == 12)
+    time.sleep(0.3)
+    ray.get(generator.freeze.remote(True))
+    ray.get(generator.freeze.remote(True))
+    assert ray.get(generator.health.remote())["kv_share"] == 0, "the engine still holds generations"
+    assert send(generator, [changed.sent()], new)["verified"]
+    ray.get(generator.thaw.remote())
+    for answer in ray.get(running):
+        assert len(answer.token_ids) == 300 and answer.finish_reason == "length"
+        assert set(answer.versions) == {old, new} and np.all(np.diff(answer.versions) >= 0)
+        before = int((answer.versions == old).sum())
+        ids = answer.token_ids.tolist()
+        for model, part in ((weights, slice(0, before)), (changed, slice(before, None))):
+            gap = np.abs(model.logprobs(PROMPT, ids, 0.8)[part] - answer.logprobs[part])
+            assert gap.mean() < 1e-3, "a token was sampled on KV of other weights, or at another place"
+
+
+def test_memory_is_given_up_and_nothing_is_published(known, generator, request_for):
+    running = generator.generate.remote(request_for(PROMPT, 200, 0.0))
+    wait_until(lambda: in_flight(generator) == 1)
+    time.sleep(0.1)
+    ray.get(generator.freeze.remote(True))
+    ray.get(generator.thaw.remote())
+    assert ray.get(running).token_ids[:10].tolist() == known[0].greedy(PROMPT, 10)
 
 
 def test_what_had_no_token_yet_belongs_to_the_new_weights(generator, request_for, tiny_model_dir, versions):
@@ -315,9 +355,9 @@ def test_an_incomplete_publish_is_refused_until_one_succeeds(generator, request_
     assert answer.token_ids.tolist() == weights.greedy(PROMPT, 8)
 
 
-def test_publishing_needs_a_frozen_generator(generator, tiny_model_dir):
+def test_publishing_needs_a_frozen_generator(generator):
     with pytest.raises(RuntimeError, match="must be frozen"):
-        ray.get(generator.publish.remote([ray.put(Weights(tiny_model_dir).sent())], 5))
+        ray.get(generator.start_publish.remote(5))
 
 
 def test_a_publish_that_broke_off_can_be_repeated(generator, request_for, tiny_model_dir, versions):
@@ -335,7 +375,9 @@ def test_published_weights_leave_the_object_store(generator, tiny_model_dir, ver
     ray.get(generator.freeze.remote())
     ref = ray.put(Weights(tiny_model_dir).sent())
     name = ref.hex().encode()
-    ray.get(generator.publish.remote([ref], next(versions)))
+    ray.get(generator.start_publish.remote(next(versions)))
+    ray.get(generator.load_bucket.remote([ref]))
+    ray.get(generator.finish_publish.remote())
     ray.get(generator.thaw.remote())
     counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts
     assert name in counts()

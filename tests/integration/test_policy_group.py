@@ -1,15 +1,20 @@
 """The policy group with real vLLM and real DeepSpeed: what the learner has is what the generators sample with."""
 
 import os
+import threading
 import time
 
 import numpy as np
 import pytest
 import ray
 import torch
+from ray._private import internal_api
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_ray.policy_group import PartDied, _all
+from lightning_ray.calls import PartDied, gather
+from lightning_ray.config import Config
+from lightning_ray.learner.buckets import plan
+from lightning_ray.policy_group import PolicyGroup
 from lightning_ray.trajectory.samples import Sample
 from tests.integration.conftest import TEMPERATURE
 
@@ -71,6 +76,40 @@ def test_law_4_a_generation_runs_through_an_update(group, request_for):
         assert set(answer.versions) == {old, old + 1}
 
 
+def test_law_4_a_generation_runs_through_updates_for_which_its_memory_is_given_up(
+        group, request_for, monkeypatch, tmp_path):
+    monkeypatch.setattr(group, "_turns", True)
+    samples = sampled(group, request_for)
+    running = [group.generators[0].generate.remote(request_for(PROMPT, 600)) for _ in range(4)]
+    time.sleep(0.4)
+    old = group.version
+    group.update(samples)
+    time.sleep(0.2)
+    group.save(tmp_path)  # the learner works, and the generator has to make room once more
+    metrics = group.update(sampled(group, request_for))
+    assert metrics["logprob_gap_mean"] < 0.02 and metrics["weights_verified"] == 1.0
+    for answer in ray.get(running):
+        assert len(answer.token_ids) == 600 and answer.finish_reason == "length"
+        assert {old, old + 1} <= set(answer.versions) <= {old, old + 1, old + 2}
+        assert np.all(np.diff(answer.versions) >= 0) and np.isfinite(answer.logprobs).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["object_store", "ipc"])
+def test_learner_and_generator_on_one_gpu(ray_session, policy_config, tiny_model_dir, request_for, transport):
+    settings = policy_config.model_dump(mode="json")
+    settings["generator"] |= {"transport": transport, "in_flight": "resend", "gpu_memory_utilization": 0.4}
+    group = PolicyGroup.start(Config.build(settings), tiny_model_dir, total_steps=10)
+    try:
+        running = group.generators[0].generate.remote(request_for(PROMPT, 600))
+        for _ in range(2):
+            metrics = group.update(sampled(group, request_for))
+            assert metrics["weights_verified"] == 1.0 and metrics["logprob_gap_mean"] < 0.02
+        assert len(ray.get(running).token_ids) == 600
+    finally:
+        group.shutdown()
+
+
 def test_a_step_that_cannot_be_learned_changes_nothing(group, request_for):
     before = group.version, greedy(group, request_for)
     nothing = [Sample(**{**{name: getattr(sample, name) for name in Sample.__slots__},
@@ -104,6 +143,37 @@ def test_an_export_is_the_policy_that_samples(group, request_for, tmp_path):
     assert np.abs(scored - answer.logprobs).mean() < 0.02
 
 
+def stored() -> int:
+    """Bytes in the object store."""
+    return internal_api.get_memory_info_reply(ray._private.state.state).store_stats.object_store_bytes_used
+
+
+def test_a_publish_needs_the_room_of_a_bucket_and_not_of_the_model(group, request_for, monkeypatch):
+    sizes = {name: 4 * count for name, count in ray.get(group._learners[0].parameters.remote())}
+    buckets = plan(sizes.items(), 150_000)
+    largest, total = max(sum(map(sizes.get, names)) for names in buckets), sum(sizes.values())
+    assert 2 * largest < 0.8 * total
+    monkeypatch.setattr(group, "_buckets", buckets)
+    seen, before, done = [], stored(), threading.Event()
+
+    def look():
+        while not done.is_set():
+            seen.append(stored())
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        expected = greedy(group, request_for)
+        reports = [group.publish(group.version) for _ in range(5)]
+    finally:
+        done.set()
+        looking.join()
+    peak = max(seen) - before  # the next bucket may be there before Ray has taken the last one's memory back
+    assert largest // 2 < peak < 2 * largest + 20_000, (largest, total, peak)
+    assert all(report["weights_verified"] and report["weights_bytes"] == total for report in reports)
+    assert greedy(group, request_for) == expected
+
+
 def test_a_part_that_died_is_named(ray_session):
     @ray.remote(num_cpus=0)
     class Part:
@@ -116,6 +186,6 @@ def test_a_part_that_died_is_named(ray_session):
     well, dead = Part.remote(), Part.remote()
     started = time.monotonic()
     with pytest.raises(PartDied, match="learner rank 1 died"):
-        _all({"learner rank 0": well.work.remote(60), "learner rank 1": dead.die.remote()})
+        gather({"learner rank 0": well.work.remote(60), "learner rank 1": dead.die.remote()})
     assert time.monotonic() - started < 30, "it waited for the part that lives"
     ray.kill(well)

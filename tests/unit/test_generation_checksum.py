@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ray.generator.checksum import Damaged, Unreadable, difference, held, layer_of, tally_of
+from lightning_ray.generator.checksum import Damaged, Unreadable, columns, difference, tally_held, tally_of
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -55,14 +55,6 @@ def test_tensors_longer_than_a_chunk_count_whole():
     assert tally_of([("w", weight)]) == tally_of([("w", weight[:100]), ("w", weight[100:])])
 
 
-@pytest.mark.parametrize(("name", "layer"), [
-    ("model.layers.12.mlp.experts.3.up_proj.weight", "12"), ("model.embed_tokens.weight", "-"),
-    ("visual.blocks.0.w", "0"),
-])
-def test_layer_of_takes_the_outermost_index(name, layer):
-    assert layer_of(name) == layer
-
-
 class Packed(torch.nn.Module):
     """A module as the engine has it on the CPU: the matrix lives in a closure, `weight` is empty or a plain twin."""
 
@@ -74,33 +66,50 @@ class Packed(torch.nn.Module):
         self.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, matrix, bias)
 
 
-@given(SEEDS, st.sampled_from([torch.bfloat16, torch.float32]), st.sampled_from([3, 256, 300]))
-def test_a_packed_matrix_is_read_back_exactly(seed, dtype, width):
+@given(SEEDS, st.sampled_from([torch.bfloat16, torch.float32]), st.sampled_from([3, 256, 300]), st.integers(0, 9))
+def test_a_packed_matrix_is_read_back_exactly(seed, dtype, width, turn):
     matrix = random(seed, 5, width, dtype=dtype)
-    model = torch.nn.ModuleDict({"head": Packed(matrix)})
-    strips = [strip for name, strip in held(model) if strip.numel()]
-    assert torch.equal(torch.cat(strips, dim=1), matrix)
-    assert difference(tally_of([("head.weight", matrix)]), tally_of(held(model))) == ""
+    found = tally_held(torch.nn.ModuleDict({"head": Packed(matrix)}), turn)
+    assert found == tally_of([("head.weight", matrix)], turn)
+    other = random(seed + 1, 5, width, dtype=dtype)
+    assert found != tally_of([("head.weight", other)], turn)
+
+
+@given(st.integers(1, 5000))
+def test_all_columns_get_their_turn(width):
+    turns = [range(width)[columns(width, turn)] for turn in range(width)]
+    assert {column for some in turns for column in some} == set(range(width))
+    assert all(some and len(some) <= 2 * 256 for some in turns)
+
+
+@given(SEEDS, st.integers(0, 9))
+def test_wide_matrices_fuse_as_narrow_ones_do(seed, turn):
+    gate, up = random(seed, 6, 700), random(seed + 1, 6, 700)
+    sent = tally_of([("layers.0.gate", gate), ("layers.0.up", up)], turn)
+    assert sent == tally_of([("layers.0.gate_up", torch.cat([gate, up]))], turn)
+    assert sent == tally_of([("layers.0.experts", torch.stack([gate, up]))], turn)
+    stale = torch.cat([gate, random(seed + 2, 6, 700)])
+    assert sent != tally_of([("layers.0.gate_up", stale)], turn)
 
 
 def test_a_packed_copy_that_is_not_its_plain_twin_is_damage():
     old, new = random(0, 5, 4), random(1, 5, 4)
-    assert tally_of(held(torch.nn.ModuleDict({"head": Packed(new, new)}))) == tally_of([("head.weight", new)])
+    assert tally_held(torch.nn.ModuleDict({"head": Packed(new, new)})) == tally_of([("head.weight", new)])
     with pytest.raises(Damaged, match="head: the packed copy"):
-        tally_of(held(torch.nn.ModuleDict({"head": Packed(old, new)})))
+        tally_held(torch.nn.ModuleDict({"head": Packed(old, new)}))
 
 
 def test_values_that_are_not_finite_are_damage():
     matrix = random(0, 5, 4)
     matrix[2, 1] = float("nan")
     with pytest.raises(Damaged, match="not finite"):
-        tally_of(held(torch.nn.ModuleDict({"up": Packed(matrix)})))
+        tally_held(torch.nn.ModuleDict({"up": Packed(matrix)}))
 
 
 def test_a_shared_parameter_counts_once():
     model = torch.nn.ModuleDict({"embed": torch.nn.Linear(4, 3, bias=False), "head": torch.nn.Linear(4, 3, bias=False)})
     model["head"].weight = model["embed"].weight
-    assert tally_of(held(model)) == tally_of([("embed.weight", model["embed"].weight)])
+    assert tally_held(model) == tally_of([("embed.weight", model["embed"].weight)])
 
 
 def test_quantised_modules_cannot_be_read():
@@ -110,4 +119,4 @@ def test_quantised_modules_cannot_be_read():
     model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 3)})
     model["up"].quant_method = Fp8LinearMethod()
     with pytest.raises(Unreadable, match="up keeps its weights by Fp8LinearMethod"):
-        tally_of(held(model))
+        tally_held(model)

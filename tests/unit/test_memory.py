@@ -57,7 +57,7 @@ def test_parts_have_the_sizes_that_zero_gives_them():
     assert third["learner: weights"] == count // 2
     second = estimate(shape, config(learner={"zero_stage": 2})).parts
     assert second["learner: weights"] == 2 * count and second["learner: gradients"] == count // 2
-    offloaded = estimate(shape, config(learner={"offload_optimizer": True}))
+    offloaded = estimate(shape, config(learner={"offload_optimizer": True}, generator={"in_flight": "keep"}))
     assert offloaded.parts["learner: optimizer"] == 0 and offloaded.host == 14 * count
     assert estimate(shape, config()).parts["reserve"] == RESERVE
 
@@ -87,6 +87,16 @@ def test_checkpointing_and_tensor_parallelism_help():
     split = estimate(shape, config(generator={"tensor_parallel": 2}))
     assert split.parts["generator: weights"] == plain.parts["generator: weights"] // 2
     assert split.kv_bytes_per_token == plain.kv_bytes_per_token // 2
+
+
+def test_by_turns_the_device_never_holds_all_parts_and_the_host_holds_the_learners_states():
+    shape = shape_of(LLAMA_8B)
+    together, turns = (estimate(shape, config(generator={"in_flight": chosen})) for chosen in ("keep", "auto"))
+    parts = turns.parts
+    assert parts == together.parts and together.total == sum(parts.values())
+    kv = parts["generator: KV cache"]
+    assert turns.total == max(together.total - kv, parts["generator: weights"] + kv + RESERVE) < together.total
+    assert (turns.host, together.host) == (16 * shape.parameters, 0)
 
 
 def test_advice_names_settings_and_ends_when_all_fits():

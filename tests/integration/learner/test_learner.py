@@ -9,6 +9,7 @@ import ray
 import torch
 
 from lightning_ray.config import AlgorithmConfig
+from lightning_ray.learner.buckets import plan
 from lightning_ray.learner.optimizer import learning_rate
 from lightning_ray.learner.worker import LearnerWorker
 from tests.integration.learner.common import (
@@ -283,12 +284,22 @@ def test_two_ranks_equal_one(models: dict[str, Path], tmp_path: Path, two_ranks:
     for step in range(STEPS):
         version = step % 2  # whose tokens are among the samples
         one, two = everyone(two_ranks, "step", shared, version)
+        if zero_stage:
+            everyone(two_ranks, "offload")
+            everyone(two_ranks, "reload")
         alone = reference.step(samples, version)
         for name in ("loss", "grad_norm", "entropy_mean", "logprob_gap_mean", "logprob_gap_max", "tokens", "lr"):
             assert one[name] == two[name], name
             assert one[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
     published, nothing = everyone(two_ranks, "weights", "float32")
     assert nothing == {}
+    buckets = plan(everyone(two_ranks, "parameters")[0], 20_000)
+    assert len(buckets) > 2
+    pieces = [everyone(two_ranks, "weights", "float32", names) for names in buckets]
+    assert all(nothing == {} for _, nothing in pieces)
+    joined = {name: array for piece, _ in pieces for name, array in piece.items()}
+    assert list(joined) == list(published)
+    assert all(joined[name][0].tobytes() == published[name][0].tobytes() for name in published)
     wanted = unpack(reference.weights("float32"))
     for name, tensor in unpack(published).items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5)
