@@ -294,7 +294,8 @@ class GeneratorConfig(Part):
 
 class LoraSettings(Part):
     """Low-rank adapters are trained instead of the weights. What is published and exported are ordinary weights, with
-    the adapters merged in; checkpoints hold the adapters only."""
+    the adapters merged in (in float32, then rounded to the generator's dtype: in bfloat16 the log-prob gap holds that
+    rounding); checkpoints hold the adapters only."""
 
     rank: int = Field(default=32, ge=1)
     alpha: float = Field(default=64, gt=0)
