@@ -2,7 +2,8 @@
 
 `Capture` is the moving part around the bookkeeping in `session.py`: it owns the tasks of one rollout and its gate.
 A request that waits for an answer may go away. If nobody comes back for it within the retry grace, its generation is
-aborted; what it sampled is recorded and masked as `cancelled`.
+aborted; what it sampled is recorded and masked as `cancelled`. So is what generators sampled for an earlier process of
+this proxy that never got it: the next one claims it from them. (What a generator that died had sampled, nobody knows.)
 """
 
 import asyncio

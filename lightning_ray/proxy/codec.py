@@ -11,6 +11,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ class Codec:
         self.specials = Specials(self.tokenizer.backend_tokenizer)
         self.end_texts = self._end_texts(model_dir)
         self._protected_tools: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
-        self._latest_tools: tuple[ChatCompletionRequest, Tools] | None = None
+        self._latest_tools: tuple[list[Any], Tools] | None = None
 
     def _template(self, model_dir: Path, policy: PolicyConfig) -> str | None:
         if policy.chat_template is not None:
@@ -155,17 +156,16 @@ class Codec:
         return tuple(self.tokenizer.decode([index]) for index in sorted(i for i in ids if i is not None))
 
     def tools_of(self, request: ChatCompletionRequest) -> Tools:
-        """The tools of a request. It is asked several times for the same one, and a harness sends the same tools with
-        every request."""
-        latest = self._latest_tools
-        if latest is None or latest[0] is not request:
-            latest = self._latest_tools = (request, self._tools_of(request))
-        return latest[1]
-
-    def _tools_of(self, request: ChatCompletionRequest) -> Tools:
+        """The tools of a request. It is asked several times for the same one."""
         if not request.tools:
             return Tools("", None)
-        tools = [tool.model_dump() for tool in request.tools]
+        latest = self._latest_tools
+        if latest is None or latest[0] is not request.tools:
+            latest = self._latest_tools = (request.tools, self._read_tools(request.tools))
+        return latest[1]
+
+    def _read_tools(self, given: list[Any]) -> Tools:
+        tools = [tool.model_dump() for tool in given]
         text = json.dumps(tools, default=str)
         known = self._protected_tools.get(text)
         if known is None:
@@ -266,7 +266,7 @@ class Codec:
             ]
             request = request.model_copy(update={"tools": tools or None, "parallel_tool_calls": True})
         else:
-            request = request.model_copy()
+            request = request.model_copy(update={"tools": deepcopy(request.tools)})
         return self._new_parser(request).adjust_request(request)
 
     def parse(self, text: str, request: ChatCompletionRequest, prompt_ids: Sequence[int], ids: Sequence[int]) -> Answer:

@@ -1,6 +1,7 @@
 """What a dialect is: it reads a request body, and writes answers and errors the way its vendor does."""
 
 import json
+import marshal
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -98,8 +99,18 @@ def check(model: type, data: dict[str, Any]) -> Any:
 
 
 def chat_request(data: dict[str, Any], recent: Recent) -> Any:
-    """vLLM's `ChatCompletionRequest` from a body; its messages are plain ones, which vLLM need not look at again."""
+    """vLLM's `ChatCompletionRequest` from a body; its messages are plain ones, which vLLM need not look at again.
+
+    What else a harness sends, tools above all, is mostly what it sent before, and then need not be read again."""
     messages = plain(data.get("messages"), recent)
-    request = check(ChatCompletionRequest, {**data, "messages": []})
+    rest = {**data, "messages": []}
+    try:
+        sent = marshal.dumps(rest, 2)  # tells 1 from true and from 1.0, which `==` does not
+    except ValueError:  # not JSON alone: a dialect made objects of it
+        request = check(ChatCompletionRequest, rest)
+    else:
+        if recent.request is None or recent.request[0] != sent:
+            recent.request = (sent, check(ChatCompletionRequest, rest))
+        request = recent.request[1].model_copy()
     request.messages = messages
     return request

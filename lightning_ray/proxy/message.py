@@ -1,4 +1,4 @@
-"""Messages that are read once, though a harness sends its whole history with every request.
+"""Messages that are read once, though a harness sends its whole history with every request, and tools as well.
 
 A `Message` is plain data (`plain.py`) that keeps what is worked out of it: its digest, and what the chat template is
 given of it. `Recent` finds the messages of a new request again that stand where they stood in one of the rollout's
@@ -39,6 +39,8 @@ class Recent:
 
     def __init__(self) -> None:
         self.conversations: list[list[Message]] = []
+        self.request: tuple[bytes, Any] | None = None
+        """The latest request without its messages: as it was sent, and as it was read."""
 
     def read(self, messages: Sequence[Any], make: Callable[[Any, int], Message]) -> list[Message]:
         """The messages of a request, those that are not known made by `make(message, number)`."""

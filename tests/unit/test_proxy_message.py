@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from lightning_ray.proxy.dialect import chat_request
 from lightning_ray.proxy.message import CONVERSATIONS, Message, Recent
 from lightning_ray.proxy.plain import plain
 from tests.unit.test_proxy_exactness import Rollout
@@ -41,6 +42,20 @@ def test_what_differs_is_read_anew(field, one, other):
         return message
 
     assert read(one) != read(other)
+
+
+@pytest.mark.parametrize("one, other", [({"seed": 1}, {"seed": 2}), ({"default": 1}, {"default": True}),
+                                        ({"default": 1}, {"default": 1.0})])
+def test_a_request_is_read_anew_where_anything_but_its_messages_differs(one, other):
+    recent = Recent()
+
+    def read(text: str, parameters: dict):
+        tool = {"type": "function", "function": {"name": "bash", "parameters": parameters}}
+        return chat_request({"messages": conversation(text), "tools": [tool], "tool_choice": "auto"}, recent)
+
+    first, again, changed = read("a", one), read("b", one), read("c", other)
+    assert first.tools is again.tools and [request.messages[0]["content"] for request in (first, again)] == ["a", "b"]
+    assert json.dumps(changed.tools[0].function.parameters) == json.dumps(other)
 
 
 def test_a_message_is_pickled_as_a_plain_dictionary():
