@@ -60,7 +60,7 @@ class Pod:
         listener.listen(64)
         arguments = ["--unshare-user", "--uid", "1000", "--gid", "1000", "--unshare-pid", "--as-pid-1", "--unshare-ipc",
                      "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--ro-bind", "/usr", "/usr",
-                     "--proc", "/proc", "--dev", "/dev", "--ro-bind", "/etc", "/etc", "--clearenv"]
+                     "--proc", "/proc", "--dev", "/dev", "--ro-bind", "/etc", "/etc", "--clearenv", "--dir", cwd]
         for alias in ALIASES:
             if os.path.islink(f"/{alias}"):
                 arguments += ["--symlink", os.readlink(f"/{alias}"), f"/{alias}"]
@@ -111,6 +111,8 @@ class Cluster:
         """Method and path, query included, of every request from outside."""
         self.refuse: Callable[[web.BaseRequest], web.Response | None] = lambda request: None
         """Answers a request in the API server's place."""
+        self.images: dict[str, Path] = {}
+        """Images that have a checkout at /testbed, and a directory with it."""
         self.pods: dict[str, Pod] = {}
         self._ready = threading.Event()
         self._tasks: set[asyncio.Task] = set()
@@ -221,7 +223,9 @@ class Cluster:
         environment = {each["name"]: each["value"] for each in container.get("env", ())} | self.environment
         for source in container.get("envFrom", ()):
             environment |= self.object("v1/secrets", source["secretRef"]["name"])["stringData"]
-        return Pod(directory, environment, container["volumeMounts"], container.get("workingDir", "/"))
+        checkout = self.images.get(container["image"])
+        mounts = [{"name": str(checkout), "mountPath": "/testbed", "readOnly": True}] if checkout else []
+        return Pod(directory, environment, [*mounts, *container["volumeMounts"]], container.get("workingDir", "/"))
 
     async def _run_in(self, pod: Pod, command: list[str], streams: list[int]) -> str:
         """The exit status of a command in the pod; empty where the pod ended first. Closes the streams."""

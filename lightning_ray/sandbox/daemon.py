@@ -22,7 +22,7 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.utils import kwargs_from_env
 from requests.exceptions import RequestException
 
-from lightning_ray.sandbox import limits
+from lightning_ray.sandbox import limits, pack
 from lightning_ray.sandbox.base import SandboxError, SandboxUnavailable
 
 FAULTS = (DockerException, RequestException)
@@ -198,16 +198,7 @@ def extract(container: str, path: str, target: Path, without: str) -> bool:
         parts, _ = client().get_archive(container, path)
     except NotFound:
         return False
-
-    def chosen(member: tarfile.TarInfo, to: str) -> tarfile.TarInfo | None:
-        _, _, inside = member.name.rstrip("/").partition("/")
-        if not inside or without in inside.split("/") or not (member.isreg() or member.isdir() or member.issym()):
-            return None
-        plain = member.replace(name=inside, uid=None, gid=None, uname=None, gname=None, deep=False)
-        return tarfile.tar_filter(plain, to)
-
-    with tarfile.open(fileobj=io.BufferedReader(_Stream(parts)), mode="r|") as archive:
-        archive.extractall(target, filter=chosen)
+    pack.extract(io.BufferedReader(_Stream(parts)), target, without)
     return True
 
 

@@ -9,6 +9,7 @@ import os
 import stat
 import tarfile
 from pathlib import Path
+from typing import IO
 
 MTIME = 1_577_836_800
 """2020-01-01T00:00:00Z, also the date of a workspace's one commit."""
@@ -90,3 +91,18 @@ def open_pack(workspace: Path) -> int:
             file.write(pack(workspace))
         os.lseek(descriptor, 0, os.SEEK_SET)
         return descriptor
+
+
+def extract(archive: IO[bytes], target: Path, without: str) -> None:
+    """The files, directories and links of a tar archive whose members lie below one directory, into `target`, as this
+    user's. What lies below a directory named `without` is left out. Raises OSError, tarfile.TarError."""
+
+    def chosen(member: tarfile.TarInfo, to: str) -> tarfile.TarInfo | None:
+        _, _, inside = member.name.rstrip("/").partition("/")
+        if not inside or without in inside.split("/") or not (member.isreg() or member.isdir() or member.issym()):
+            return None
+        plain = member.replace(name=inside, uid=None, gid=None, uname=None, gname=None, deep=False)
+        return tarfile.tar_filter(plain, to)
+
+    with tarfile.open(fileobj=archive, mode="r|") as members:
+        members.extractall(target, filter=chosen)

@@ -30,8 +30,8 @@ class Task(BaseModel):
     files: dict[str, str] = {}
     """The workspace's files by relative path, for tasks that carry their own checkout (small ones)."""
     directory: str = ""
-    """A prepared checkout on disk, for tasks that do not carry theirs. Without `files` and `directory`, the container
-    sandbox takes the checkout in the task's image and puts the bug (`patch`) into it."""
+    """A prepared checkout on disk, for tasks that do not carry theirs. Without `files` and `directory`, sandboxes
+    with images take the checkout in the task's image and put the bug (`patch`) into it."""
     grader: Literal["cases", "swe", "command", "function"] = "cases"
     """`cases`: function calls whose results are compared outside; `swe`: FAIL_TO_PASS and PASS_TO_PASS by a test
     runner; `command`: exit status; `function`: a Python function of the user's."""

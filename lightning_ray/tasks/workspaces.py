@@ -63,7 +63,7 @@ class Workspaces:
         if task.image_name and self._of_image is not None:
             key = _key([("image", task.image_name.encode()), ("patch", task.patch.encode())])
             return self._made(key, lambda place: self._commit_image(place, task))
-        where = "; its image's checkout needs sandbox.backend: container" if task.image_name else ""
+        where = "; its image's checkout needs sandbox.backend container or kubernetes" if task.image_name else ""
         raise ValueError(f"task {task.instance_id} has neither `files` nor `directory`: nothing to work on{where}")
 
     def _commit_image(self, place: Path, task: Task) -> None:

@@ -309,6 +309,27 @@ def right(method: str, path: str) -> tuple[str, str]:
     return verb, "/".join([resource, *name[1:]])
 
 
+async def test_a_task_whose_checkout_lies_in_its_image_gets_it(backend, server, tmp_path):
+    checkout = server.images["task:1"] = tmp_path / "image"
+    (checkout / ".git").mkdir(parents=True)
+    (checkout / ".git" / "HEAD").write_text("history")
+    (checkout / "shop.py").write_text("def total(a, b):\n    return a + b\n")
+    bug = ("diff --git a/shop.py b/shop.py\n--- a/shop.py\n+++ b/shop.py\n@@ -1,2 +1,2 @@\n def total(a, b):\n"
+           "-    return a + b\n+    return a - b\n")
+    task = make_task(files={}, image_name="task:1", patch=bug)
+    workspace = await asyncio.to_thread(Workspaces(tmp_path / "w", backend.checkout).prepare, task)
+    assert (workspace / "shop.py").read_text() == "def total(a, b):\n    return a - b\n"
+    assert (workspace / ".git" / "HEAD").read_text() != "history"
+    sandbox = backend.make(SandboxSpec("r0", workspace, image="task:1"))
+    await sandbox.start()
+    assert server.object(JOBS, sandbox.job)["spec"]["template"]["spec"]["containers"][0]["image"] == "task:1"
+    assert (await sandbox.exec("git log --oneline | wc -l; cat shop.py", timeout_s=5)).output.startswith("1\ndef total")
+    await sandbox.stop()
+    with pytest.raises(SandboxError, match="cannot be read: it is empty"):
+        await asyncio.to_thread(backend.checkout, "without:1", tmp_path / "nothing")
+    assert server.names(JOBS) == []
+
+
 async def test_a_grader_brings_its_test_runner_into_a_pod(backend, tmp_path):
     task = make_task(grader="swe", FAIL_TO_PASS=["test_shop.py::test_adds"], PASS_TO_PASS=[], grading={
         "files": {"test_shop.py": "from shop import total\n\ndef test_adds():\n    assert total(3, 5) == 8\n"}})

@@ -5,7 +5,9 @@ Job tries to reach the API server, and a connection is a refusal to start.
 """
 
 import functools
+import io
 import secrets
+import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ from typing import Any
 from kubernetes.client import Configuration
 
 from lightning_ray.config import SandboxConfig
-from lightning_ray.sandbox import probe
+from lightning_ray.sandbox import pack, probe
 from lightning_ray.sandbox.backend import Backend
 from lightning_ray.sandbox.base import Limits, SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.kubernetes.cluster import Cluster
 from lightning_ray.sandbox.kubernetes.sandbox import KubernetesSandbox
 
+CHECKOUT_BYTES = 2**30
 STARTS_AT_ONCE = 1000
 """Pods that wait cost the runner nothing; how many run at once is `runners.rollouts`."""
 ELSEWHERE = ("interfaces", "environment", "shell")
@@ -60,7 +63,27 @@ def open_backend(config: SandboxConfig, run: str, configuration: Configuration |
         raise SandboxUnavailable("the sandbox does not isolate: " + "; ".join(wrong))
     report: dict[str, Any] = {"backend": "kubernetes", "namespace": cluster.namespace, "image": config.image, **REPORT}
     report |= {key: value for key, value in (("unsafe", wrong), ("removed", left)) if value}
-    return Backend(functools.partial(KubernetesSandbox, cluster), report, cluster.sweep, cluster.close, STARTS_AT_ONCE)
+    return Backend(functools.partial(KubernetesSandbox, cluster), report, janitor=cluster.sweep,
+                   checkout=functools.partial(checkout, cluster), close=cluster.close, starts_at_once=STARTS_AT_ONCE)
+
+
+def checkout(cluster: Cluster, image: str, target: Path) -> None:
+    """Copy the checkout that an image has at the workspace's place, without its repository. Blocks: for threads."""
+    probe.apart(_checkout(cluster, image, target))
+
+
+async def _checkout(cluster: Cluster, image: str, target: Path) -> None:
+    name = f"checkout-{secrets.token_hex(4)}"
+    sandbox = KubernetesSandbox(cluster, SandboxSpec(name, target, Limits(), image=image), of_image=True)
+    try:
+        await sandbox.start()
+        archive = await sandbox.archive(CHECKOUT_BYTES)
+    finally:
+        await sandbox.stop()
+    try:
+        pack.extract(io.BytesIO(archive), target, without=".git")
+    except (OSError, tarfile.TarError) as error:
+        raise SandboxError(f"the checkout in the image {image!r} cannot be copied: {error}") from error
 
 
 async def _look(cluster: Cluster) -> list[str]:

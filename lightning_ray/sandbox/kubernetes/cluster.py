@@ -108,9 +108,9 @@ class Cluster:
             log.warning("what this runner had in the cluster is left to the next sweep: %s", error)
         self.threads.shutdown(wait=False, cancel_futures=True)
 
-    def create(self, spec: SandboxSpec) -> str:
+    def create(self, spec: SandboxSpec, of_image: bool = False) -> str:
         """Ask for the Job of a sandbox; its name. Asked again for the same one, nothing changes."""
-        job = manifest.job(self.settings, self.template, self.owner, spec)
+        job = manifest.job(self.settings, self.template, self.owner, spec, of_image)
         name = job["metadata"]["name"]
         with self._lock:
             self._states.expect(name)

@@ -89,14 +89,17 @@ def reach_of(owner: Owner, endpoint: str) -> str:
     return f"{owner.name}-{urlsplit(endpoint).port}"
 
 
-def job(config: SandboxConfig, template: Mapping[str, Any], owner: Owner, spec: SandboxSpec) -> dict[str, Any]:
-    """The Job of one sandbox. One with an endpoint begins suspended: its Secret, which the Job owns, comes first."""
+def job(config: SandboxConfig, template: Mapping[str, Any], owner: Owner, spec: SandboxSpec,
+        of_image: bool = False) -> dict[str, Any]:
+    """The Job of one sandbox. One with an endpoint begins suspended: its Secret, which the Job owns, comes first.
+    `of_image`: the workspace is what the image has there, and no volume."""
     name = job_name(owner, spec.name)
     labels = owner.labels | ({REACH: reach_of(owner, spec.endpoint)} if spec.endpoint else {})
     settings = config.kubernetes
     theirs = _pod(template)
+    volumes = {each: place for each, place in _volumes(spec).items() if not (of_image and each == "workspace")}
     container = {
-        **_container(spec, settings.read_only_root), "image": image(config, template, spec),
+        **_container(spec, volumes, settings.read_only_root), "image": image(config, template, spec),
         **({"envFrom": [{"secretRef": {"name": name}}]} if spec.endpoint else {}),
     }
     pod = {
@@ -105,7 +108,7 @@ def job(config: SandboxConfig, template: Mapping[str, Any], owner: Owner, spec: 
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000,
                             "seccompProfile": {"type": "RuntimeDefault"}},
         "volumes": [{"name": each, "emptyDir": {"sizeLimit": f"{size}Mi"}} for each, (_, size) in
-                    _volumes(spec).items()],
+                    volumes.items()],
     }
     ours = {
         "apiVersion": "batch/v1", "kind": "Job",
@@ -138,8 +141,8 @@ def _pod(template: Mapping[str, Any]) -> dict[str, Any]:
     return template.get("spec", {}).get("template", {}).get("spec", {})
 
 
-def _container(spec: SandboxSpec, read_only_root: bool) -> dict[str, Any]:
-    room = sum(size for _, size in _volumes(spec).values())
+def _container(spec: SandboxSpec, volumes: Mapping[str, tuple[str, int]], read_only_root: bool) -> dict[str, Any]:
+    room = sum(size for _, size in volumes.values())
     limits = {"cpu": f"{spec.limits.cpus:g}", "memory": f"{spec.limits.memory_mb}Mi", "ephemeral-storage": f"{room}Mi"}
     environment = {**PERSONAL, **git_settings(GIT), **spec.env}
     return {
@@ -150,7 +153,7 @@ def _container(spec: SandboxSpec, read_only_root: bool) -> dict[str, Any]:
                             "readOnlyRootFilesystem": read_only_root, "capabilities": {"drop": ["ALL"]},
                             "seccompProfile": {"type": "RuntimeDefault"}},
         "volumeMounts": [{"name": name, "mountPath": path, **({"readOnly": True} if name.startswith(COPIES) else {})}
-                         for name, (path, _) in _volumes(spec).items()],
+                         for name, (path, _) in volumes.items()],
     }
 
 

@@ -21,8 +21,10 @@ class KubernetesSandbox(Commands):
     _workspace = WORKSPACE
     _scratch = manifest.SCRATCH
 
-    def __init__(self, cluster: Cluster, spec: SandboxSpec) -> None:
+    def __init__(self, cluster: Cluster, spec: SandboxSpec, of_image: bool = False) -> None:
+        """`of_image`: the workspace inside is what the image has there, and `spec.workspace` is not looked at."""
         self.spec = spec
+        self._of_image = of_image
         self._cluster = cluster
         self._job: str | None = None
         self._asking: asyncio.Future[str] | None = None
@@ -38,15 +40,16 @@ class KubernetesSandbox(Commands):
     async def start(self) -> None:
         if self._stopped or self._asking:
             raise SandboxError("a sandbox is started once")
-        self._asking = asyncio.ensure_future(asyncio.to_thread(self._cluster.create, self.spec))
+        self._asking = asyncio.ensure_future(asyncio.to_thread(self._cluster.create, self.spec, self._of_image))
         try:
             self._job = await asyncio.shield(self._asking)
             if self.spec.mounts:
                 await self._copy(await self._placed("copying", {"pending"}))
             pod = await self._placed("running", {"pending", "copying"})
             self._shell = PodShell(self._cluster, self._job, pod, self.spec.limits.output_bytes)
-            with open(pack.open_pack(self.spec.workspace), "rb") as file:
-                await self._untar(self._shell, WORKSPACE, file.read())
+            if not self._of_image:
+                with open(pack.open_pack(self.spec.workspace), "rb") as file:
+                    await self._untar(self._shell, WORKSPACE, file.read())
         except BaseException:
             await self.stop()
             raise
@@ -78,6 +81,17 @@ class KubernetesSandbox(Commands):
                                timeout_s=UNPACK_TIMEOUT_S, stdin=archive)
         if done.returncode or done.timed_out:
             raise SandboxError(f"{directory} of the sandbox {self.spec.name} cannot be filled: {done.output.strip()}")
+
+    async def archive(self, most: int) -> bytes:
+        """The workspace as a tar archive of at most so many bytes; its members are below one directory."""
+        directory, name = posixpath.split(WORKSPACE)
+        raw, returncode, timed_out, truncated = await self._live.run_raw(
+            f'[ -n "$(ls -A)" ] || {{ echo it is empty; exit 1; }}; tar -cf - -C {directory} --exclude=.git {name}',
+            UNPACK_TIMEOUT_S, output_bytes=most)
+        if returncode or timed_out or truncated:
+            said = f"it is larger than {most} bytes" if truncated else raw[-300:].decode("utf-8", "replace").strip()
+            raise SandboxError(f"{WORKSPACE} of the sandbox {self.spec.name} cannot be read: {said}")
+        return raw
 
     async def connect(self, listen: Listen) -> str:
         if not self.spec.endpoint:
