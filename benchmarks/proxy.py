@@ -13,7 +13,8 @@ connections, each connection a rollout of its own. Latency at N connections is t
 while N are under way (closed loop), so the mean is N / (requests/s).
 
 "bare/s" is the same load on an aiohttp server that reads the body and answers the same without doing anything: what
-the load generator, the kernel and aiohttp allow on this machine. "CPU ms" is the server process's own time for each
+the load generator, the kernel and aiohttp allow on this machine; "added" is what the proxy's latency has more than that
+server's. "CPU ms" is the server process's own time for each
 request: on a machine that does other things as well it says more than requests/s.
 """
 
@@ -250,7 +251,8 @@ def row_of(tokens: int, connections: int, seconds: float, against: str | None) -
         result = run_load(urls, tokens, connections, seconds)
     with server_process("--upstream", "0") as (urls, _):
         bare = run_load(urls, tokens, connections, seconds / 2)
-    row = {"tokens": tokens, "connections": connections, **result, **cost, "bare_per_second": bare["per_second"]}
+    row = {"tokens": tokens, "connections": connections, **result, **cost, "bare_per_second": bare["per_second"],
+           "added_p50_ms": result["p50_ms"] - bare["p50_ms"], "added_p99_ms": result["p99_ms"] - bare["p99_ms"]}
     if against:
         row["other"] = run_load([against], tokens, connections, seconds)
         row["ratio"] = row["per_second"] / row["other"]["per_second"]
@@ -332,8 +334,8 @@ async def turns(count: int) -> list[float]:
 
 def table(row: dict) -> str:
     line = (f"{row['tokens']:6d}  {row['connections']:11d}  {row['bare_per_second']:6.0f}  {row['per_second']:10.0f}  "
-            f"{row['cpu_ms']:6.2f}  {row['p50_ms']:7.1f}  {row['p99_ms']:7.1f}  {row['peak_mb']:7.0f}  "
-            f"{row['failed']:6d}")
+            f"{row['cpu_ms']:6.2f}  {row['p50_ms']:7.1f}  {row['p99_ms']:7.1f}  {row['added_p50_ms']:9.1f}  "
+            f"{row['added_p99_ms']:9.1f}  {row['peak_mb']:7.0f}  {row['failed']:6d}")
     if "other" in row:
         other = row["other"]
         line += f"  {other['per_second']:7.0f}  {other['p99_ms']:9.1f}  {other['failed']:6d}  {row['ratio']:5.1f}"
@@ -359,7 +361,7 @@ def main() -> None:
         return
     say = partial(print, flush=True) if not options.json else lambda *words: None
     say(f"{os.cpu_count()} cores; {ANSWER_TOKENS} tokens an answer; {options.seconds:g} s each\n")
-    say("tokens  connections  bare/s  requests/s  CPU ms   p50 ms   p99 ms  peak MB  failed"
+    say("tokens  connections  bare/s  requests/s  CPU ms   p50 ms   p99 ms  added p50  added p99  peak MB  failed"
         + ("  other/s  other p99  failed  ratio" if options.against else ""))
     figures: dict = {"rows": [], "stages_ms": {}, "turns_ms": []}
     for tokens in options.tokens:
