@@ -19,7 +19,7 @@ from lightning_ray.sandbox.base import (
     SandboxSpec,
 )
 from lightning_ray.sandbox.commands import Commands
-from lightning_ray.sandbox.shell import Pipes, Shell
+from lightning_ray.sandbox.shell import Pipes, Shell, turn
 
 START_TIMEOUT_S = 120.0
 
@@ -113,6 +113,8 @@ class Local(Commands):
             await asyncio.shield(self._ending)
 
     async def _finish(self, running: Running) -> None:
+        self._shell.dead = True
+        await turn()
         self._shell.kill()
         try:
             await asyncio.get_running_loop().run_in_executor(self.threads(), self._end, running)

@@ -145,7 +145,7 @@ class Shell(Runs):
         return await self._drive(self._script(command, env, len(stdin)), stdin, timeout_s, cap)
 
     async def _drive(self, script: bytes, stdin: bytes, timeout_s: float, cap: int) -> tuple[bytes, int, bool, bool]:
-        await _turn()
+        await turn()
         before = _children(self._pid)
         output = _Output(self._pipes.output, cap)
         writers = [_Writer(self._pipes.script, script)]
@@ -303,9 +303,10 @@ class _Writer:
             self._loop.remove_writer(self._descriptor)
 
 
-async def _turn() -> None:
-    """Once for one caller in each round of the event loop. A bash that is written to may take this CPU at once, for a
-    millisecond; a thousand commands that begin in one round would stall everything else for seconds."""
+async def turn() -> None:
+    """Once for one caller in each round of the event loop, for what begins a command or kills a sandbox. A process that
+    is woken so may take this CPU at once, for a millisecond; a thousand of them in one round would stall everything
+    else for seconds."""
     async with _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
         await asyncio.sleep(0)
 

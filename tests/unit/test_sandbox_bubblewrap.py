@@ -199,7 +199,7 @@ async def test_commands_that_begin_at_once_begin_in_rounds_of_their_own_of_the_e
             rounds += 1
 
     async def begin() -> int:
-        await shell._turn()
+        await shell.turn()
         return rounds
 
     counting = asyncio.create_task(count())
