@@ -1,4 +1,4 @@
-"""Law 8 for generators: real vLLM processes are killed under the requests of a harness, which sees a slow model."""
+"""A harness before generators that are put to sleep for each update, and killed: it sees a slow model, no more."""
 
 import asyncio
 import os
@@ -41,7 +41,7 @@ async def watched(policy_group, policy_config, tiny_model_dir):
     generator = Watched(policy_group.generators[0])
     server = ProxyServer(Codec(tiny_model_dir, policy_config.policy), Engine([generator]), ProxyConfig(), "policy")
     await server.start()
-    endpoint = server.open(OpenRollout("r", mode="evaluate", seed=1, max_calls=2,
+    endpoint = server.open(OpenRollout("r", mode="evaluate", seed=1, max_calls=200,
                                        sampling=SamplingConfig(temperature=TEMPERATURE, max_tokens=TOKENS)))
     client = openai.AsyncOpenAI(base_url=endpoint.base_url + "/v1", api_key="x", max_retries=0, timeout=240)
     yield generator, client, lambda: server.finish("r")
@@ -77,6 +77,33 @@ async def looked_after(group, requests: asyncio.Task) -> list[int]:
 
 async def pid_of(generator) -> int:
     return (await generator.handle.ready.remote())["pid"]
+
+
+async def test_law4_a_harness_runs_through_twenty_updates_for_which_its_generations_are_sent_again(
+        policy_group, request_for, watched, monkeypatch):
+    monkeypatch.setattr(policy_group, "_turns", True)
+    _, client, finish = watched
+    before, told = policy_group.version, []
+    samples = await asyncio.to_thread(sampled, policy_group, request_for)
+
+    async def update() -> None:
+        for _ in range(20):
+            await asyncio.to_thread(policy_group.update, samples)
+
+    updates = asyncio.ensure_future(update())
+    while not updates.done():
+        told += await two_requests(client)  # the client does not retry: an error would be raised here
+    await updates
+
+    calls = await finish()
+    assert told == [TOKENS] * len(calls) and policy_group.version == before + 20
+    seen = set()
+    for call in calls:
+        assert len(call.sampled_ids) == len(call.logprobs) == TOKENS and call.masked is None
+        assert np.all(np.diff(call.versions) >= 0) and np.isfinite(call.logprobs).all()
+        seen |= set(call.versions.tolist())
+    assert seen <= set(range(before, before + 21)) and len(seen) > 10, sorted(seen)
+    assert max(len(set(call.versions)) for call in calls) > 1
 
 
 async def test_law8_the_engine_dies_and_generations_go_on_from_their_tokens_over_an_update(
