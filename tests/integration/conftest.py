@@ -55,6 +55,15 @@ def policy_group(ray_session, policy_config, tiny_model_dir):
     group.shutdown()
 
 
+@pytest.fixture
+def by_turns(policy_group):
+    """The group, whose learner and generator have the memory of their devices by turns for as long as a test runs."""
+    policy_group._turns = True
+    yield policy_group
+    policy_group._learners_do("reload")
+    policy_group._turns = False
+
+
 @pytest.fixture(scope="session")
 def generator(policy_group):
     return policy_group.generators[0]

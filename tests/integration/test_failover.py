@@ -80,15 +80,18 @@ async def pid_of(generator) -> int:
 
 
 async def test_law4_a_harness_runs_through_twenty_updates_for_which_its_generations_are_sent_again(
-        policy_group, request_for, watched, monkeypatch):
-    monkeypatch.setattr(policy_group, "_turns", True)
-    _, client, finish = watched
+        by_turns, request_for, watched, tmp_path):
+    policy_group, (_, client, finish) = by_turns, watched
     before, told = policy_group.version, []
     samples = await asyncio.to_thread(sampled, policy_group, request_for)
 
     async def update() -> None:
-        for _ in range(20):
+        for _ in range(19):
             await asyncio.to_thread(policy_group.update, samples)
+        await asyncio.to_thread(policy_group.save, tmp_path)  # the generator has to make room for that too
+        fresh = await asyncio.to_thread(sampled, policy_group, request_for)
+        metrics = await asyncio.to_thread(policy_group.update, fresh)
+        assert metrics["logprob_gap_mean"] < 0.02 and metrics["weights_verified"] == 1.0
 
     updates = asyncio.ensure_future(update())
     while not updates.done():

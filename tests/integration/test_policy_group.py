@@ -76,24 +76,6 @@ def test_law_4_a_generation_runs_through_an_update(group, request_for):
         assert set(answer.versions) == {old, old + 1}
 
 
-def test_law_4_a_generation_runs_through_updates_for_which_its_memory_is_given_up(
-        group, request_for, monkeypatch, tmp_path):
-    monkeypatch.setattr(group, "_turns", True)
-    samples = sampled(group, request_for)
-    running = [group.generators[0].generate.remote(request_for(PROMPT, 600)) for _ in range(4)]
-    time.sleep(0.4)
-    old = group.version
-    group.update(samples)
-    time.sleep(0.2)
-    group.save(tmp_path)  # the learner works, and the generator has to make room once more
-    metrics = group.update(sampled(group, request_for))
-    assert metrics["logprob_gap_mean"] < 0.02 and metrics["weights_verified"] == 1.0
-    for answer in ray.get(running):
-        assert len(answer.token_ids) == 600 and answer.finish_reason == "length"
-        assert {old, old + 1} <= set(answer.versions) <= {old, old + 1, old + 2}
-        assert np.all(np.diff(answer.versions) >= 0) and np.isfinite(answer.logprobs).all()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["object_store", "ipc"])
 def test_learner_and_generator_on_one_gpu(ray_session, policy_config, tiny_model_dir, request_for, transport):
