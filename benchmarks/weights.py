@@ -69,7 +69,7 @@ def measure(millions: int, dtype: str, bucket_mb: int, repeats: int) -> dict[str
         config = Config(
             policy={"path": root, "max_context": 4096}, learner={"dtype": dtype, "threads": 1, "zero_stage": 0},
             generator={"dtype": dtype, "bucket_mb": bucket_mb, "max_num_seqs": 8,
-                       "extra": {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 256 << 20}})
+                       "extra": {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 512 << 20}})
         group = PolicyGroup.start(config, Path(root), total_steps=1)
         try:
             request = GenerateRequest("running", list(range(10, 50)), 4000, 1.0, params={"ignore_eos": True})
