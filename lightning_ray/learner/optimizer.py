@@ -25,6 +25,10 @@ EXTENSIONS = Path("~/.cache/lightning_ray/extensions")
 """Compiled extensions, unless the environment variable TORCH_EXTENSIONS_DIR says otherwise."""
 
 
+FAR_STEP = 1 << 40
+"""No run gets there."""
+
+
 class OptimizerUnavailable(RuntimeError):
     """DeepSpeedCPUAdam cannot be compiled here. The message says what is missing."""
 
@@ -52,7 +56,18 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: LearnerConf
     load_cpu_adam()
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return DeepSpeedCPUAdam(parameters, adamw_mode=True, **settings)
+    optimizer = DeepSpeedCPUAdam(parameters, adamw_mode=True, **settings)
+    optimizer.register_step_pre_hook(_compute_powers_anew)
+    return optimizer
+
+
+def _compute_powers_anew(optimizer, *_) -> None:
+    """Makes a step the same, bit for bit, in a process that was resumed: DeepSpeed's C++ keeps beta^step as a running
+    product, which no checkpoint has. A step that follows no earlier one makes it compute the powers from the step's
+    number; here an update of one value that nobody reads stands between any two."""
+    group, nothing = optimizer.param_groups[0], torch.zeros(4, 1)
+    optimizer.ds_opt_adam.adam_update(optimizer.opt_id, FAR_STEP, group["lr"], *group["betas"], group["eps"], 0.0, True,
+                                      *nothing)
 
 
 def load_cpu_adam() -> None:
