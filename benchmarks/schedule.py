@@ -2,24 +2,26 @@
 
     python benchmarks/schedule.py                     # the table
     python benchmarks/schedule.py --json FILE         # the same as data
-    python benchmarks/schedule.py --rows 8x64,8x256 --steps 20
-    python benchmarks/schedule.py --answers 600,1.2   # a policy that thinks: longer answers, a longer tail
+    python benchmarks/schedule.py --rows 8x64/2,8x64/4 --steps 20
+    python benchmarks/schedule.py --answers 180,0.9   # a policy that thinks little: shorter answers, a shorter tail
+    python benchmarks/schedule.py --work FILE         # another machine or other rollouts: the fields of `Work` as JSON
 
 A discrete-event simulation. What starts, waits, is taken, is dropped or runs again is decided by the trainer's own
-`GroupBuffer` and `TaskStream`; simulated are the clock, the engines, the harnesses and the learner. Each row is one
-machine: G GPUs, R rollouts in flight in the asynchronous schedules, R / 2 rollouts trained in each update. The
-synchronous schedule has those R / 2 in flight. Rollouts are the same in all three: rollout n of task m makes the same
+`GroupBuffer` and `TaskStream`; simulated are the clock, the engines, the harnesses and the learner. A row `GxR/N` is
+one machine: G GPUs, R rollouts in flight in the asynchronous schedules, R / N rollouts trained in each update. The
+synchronous schedule has those R / N in flight. Rollouts are the same in all three: rollout n of task m makes the same
 calls with the same lengths and tool times.
 
-Assumed, not measured (a 9 B policy on 80 GB GPUs, harnesses on software tasks); change them below:
+Assumed, not measured (`Work`: a 9 B policy on 80 GB GPUs, harnesses on software tasks):
 - a decoding step takes 15 ms and 0.15 ms more for each sequence on its GPU; sequences are spread evenly;
-- calls of a rollout: log-normal, median 20, sigma 0.6, at most 100; tokens of an answer: log-normal, median 180, sigma
-  0.9, at most 12,288; time of a tool: log-normal, median 1.5 s, p99 / p50 = 15; a sandbox starts in 3 s;
+- calls of a rollout: log-normal, median 20, sigma 0.6, at most 100; tokens of an answer: log-normal, median 400, p99 /
+  p50 = 15, at most 16,384; time of a tool: log-normal, median 1.5 s, p99 / p50 = 15; a sandbox starts in 3 s;
 - the learner has all GPUs to itself: 4 GPU-seconds for each rollout, and 8 s to change over and publish.
 
-Columns: trained tokens/s and its ratio to the synchronous schedule; `idle`, the share of time in which the GPUs neither
-sample nor learn; `thin`, the mean number of sequences on a GPU while it samples; `stale`, the share of finished groups
-that were dropped as too old; `age`, the mean number of policy versions between the oldest token and the update.
+Columns: trained tokens/s, its ratio to the synchronous schedule and to `drain`; `idle`, the share of time in which the
+GPUs neither sample nor learn; `thin`, the mean number of sequences on a GPU while it samples; `stale`, the share of
+finished groups that were dropped as too old; `age`, the mean number of policy versions between the oldest token and
+the update.
 """
 
 import argparse
@@ -29,7 +31,7 @@ import math
 import random
 import sys
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -41,26 +43,44 @@ from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.stream import TaskStream
 from lightning_ray.trajectory.call import Call, Trajectory
 
-STEP_S, STEP_S_PER_SEQUENCE = 0.015, 0.00015
-CALLS = (20, 0.6, 100)
-ANSWERS, MOST_TOKENS = (180.0, 0.9), 12288
-TOOL_MEDIAN_S, TOOL_SIGMA = 1.5, math.log(15) / 2.326
-START_S = 3.0
-LEARN_GPU_S, CHANGE_S = 4.0, 8.0
+TAIL = math.log(15) / 2.326
+"""Sigma of a log-normal distribution with p99 / p50 = 15."""
 GROUP_SIZE = 8
 TASKS = 5000
 MAX_STALENESS = 4
 EMPTY = np.zeros(0, np.int32)
-ROWS = "8x64,8x256,32x1024,128x4096,512x16384"
+ROWS = "8x64/2,8x64/4,8x256/2,8x256/4,32x1024/4,128x4096/4,512x16384/4"
 SCHEDULES = ("synchronous", "drain", "continue")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A machine and what is done on it. Log-normal distributions are `(median, sigma)`."""
+
+    step_s: float = 0.015
+    """A decoding step of one sequence ..."""
+    step_s_per_sequence: float = 0.00015
+    """... and what each further one adds."""
+    calls: tuple[float, float] = (20, 0.6)
+    most_calls: int = 100
+    answers: tuple[float, float] = (400.0, TAIL)
+    """Tokens."""
+    most_tokens: int = 16384
+    tools: tuple[float, float] = (1.5, TAIL)
+    """Seconds after each call."""
+    start_s: float = 3.0
+    learn_gpu_s: float = 4.0
+    """For each rollout."""
+    change_s: float = 8.0
+    """From sampling to learning, publishing, and back."""
 
 
 class Engines:
     """All generators as one processor-sharing queue. `served` is how many tokens each sequence that was there from the
     beginning would have by now; a request ends when it has grown by the request's length."""
 
-    def __init__(self, gpus: int) -> None:
-        self.gpus, self.clock, self.served = gpus, 0.0, 0.0
+    def __init__(self, gpus: int, work: Work) -> None:
+        self.gpus, self.work, self.clock, self.served = gpus, work, 0.0, 0.0
         self.running: list[tuple[float, int, object]] = []
         self.frozen = False
         self.sampling_s = self.sequence_s = 0.0
@@ -69,7 +89,7 @@ class Engines:
     @property
     def rate(self) -> float:
         """Tokens/s of each sequence."""
-        return 1 / (STEP_S + STEP_S_PER_SEQUENCE * max(1.0, len(self.running) / self.gpus))
+        return 1 / (self.work.step_s + self.work.step_s_per_sequence * max(1.0, len(self.running) / self.gpus))
 
     def advance(self, now: float) -> None:
         passed, self.clock = now - self.clock, now
@@ -102,30 +122,30 @@ class Rollout:
     oldest: int | None = None
 
 
-def bounded(rng: random.Random, shape: tuple[float, float, int]) -> int:
-    median, sigma, most = shape
-    return min(most, max(1, round(rng.lognormvariate(math.log(median), sigma))))
+def bounded(rng: random.Random, shape: tuple[float, float], most: int) -> int:
+    return min(most, max(1, round(rng.lognormvariate(math.log(shape[0]), shape[1]))))
 
 
-def rollout(task: str, group_id: str, member: int, answers: tuple[float, float]) -> Rollout:
+def rollout(task: str, group_id: str, member: int, work: Work) -> Rollout:
     rng = random.Random(f"{task}/{member}")
-    calls = deque((bounded(rng, (*answers, MOST_TOKENS)), rng.lognormvariate(math.log(TOOL_MEDIAN_S), TOOL_SIGMA))
-                  for _ in range(bounded(rng, CALLS)))
+    calls = deque((bounded(rng, work.answers, work.most_tokens),
+                   rng.lognormvariate(math.log(work.tools[0]), work.tools[1]))
+                  for _ in range(bounded(rng, work.calls, work.most_calls)))
     return Rollout(f"{group_id}-r{member}", group_id, task, calls, sum(tokens for tokens, _ in calls))
 
 
 class Simulation:
     """One run of one schedule."""
 
-    def __init__(self, schedule: str, gpus: int, in_flight: int, steps: int, answers: tuple[float, float]) -> None:
-        self.answers = answers
-        self.per_step = in_flight // 2 // GROUP_SIZE
+    def __init__(self, schedule: str, gpus: int, per_step: int, in_flight: int, steps: int, work: Work) -> None:
+        """`per_step` and `in_flight`: groups; the synchronous schedule has no more in flight than it trains."""
+        self.work, self.per_step = work, per_step
         self.buffer = GroupBuffer(
-            groups_per_step=self.per_step, max_staleness=MAX_STALENESS,
-            groups_in_flight=self.per_step if schedule == "synchronous" else in_flight // GROUP_SIZE)
+            groups_per_step=per_step, max_staleness=MAX_STALENESS, stale_limit=1000,
+            groups_in_flight=per_step if schedule == "synchronous" else in_flight)
         tasks = [Task(instance_id=f"t{number}", problem_statement="simulated") for number in range(TASKS)]
         self.stream = TaskStream(tasks, seed=0)
-        self.engines, self.drains, self.steps = Engines(gpus), schedule == "drain", steps
+        self.engines, self.drains, self.steps = Engines(gpus, work), schedule == "drain", steps
         self.events: list[tuple[float, int, object]] = []
         self.now, self.version, self.groups, self.stale = 0.0, 0, 0, 0
         self.waiting: deque[Rollout] = deque()
@@ -154,11 +174,11 @@ class Simulation:
         for _ in range(self.buffer.vacancies):
             task, group_id = self.stream.next(), f"g{self.groups}"
             self.groups += 1
-            members = [rollout(task.instance_id, group_id, member, self.answers) for member in range(GROUP_SIZE)]
+            members = [rollout(task.instance_id, group_id, member, self.work) for member in range(GROUP_SIZE)]
             self.buffer.start(group_id, task.instance_id, [one.rollout_id for one in members])
             for one in members:
                 self.tokens[one.rollout_id] = one.tokens
-                self.later(START_S, one)
+                self.later(self.work.start_s, one)
 
     def later(self, seconds: float, what: object) -> None:
         self._count += 1
@@ -220,30 +240,45 @@ class Simulation:
     def learn(self) -> None:
         self.closed, self.engines.frozen = False, True
         self.learning_since = self.now
-        self.later(CHANGE_S + LEARN_GPU_S * self.per_step * GROUP_SIZE / self.engines.gpus, "updated")
+        rollouts = self.per_step * GROUP_SIZE
+        self.later(self.work.change_s + self.work.learn_gpu_s * rollouts / self.engines.gpus, "updated")
+
+
+def row_of(text: str) -> tuple[int, int, int]:
+    """`8x64/2` -> GPUs, groups trained in each update, groups in flight."""
+    gpus, rest = text.split("x")
+    rollouts, part = map(int, rest.split("/"))
+    return int(gpus), rollouts // part // GROUP_SIZE, rollouts // GROUP_SIZE
+
+
+def number(value: float | None) -> str:
+    return " " * 6 if value is None else f"{value:6.2f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", default=ROWS, help=f"GPUSxROLLOUTS, with commas (default {ROWS})")
+    parser.add_argument("--rows", default=ROWS, help=f"GPUSxROLLOUTS/PARTS, with commas (default {ROWS})")
     parser.add_argument("--steps", type=int, default=12, help="updates of each run (default 12)")
-    parser.add_argument("--answers", default="{},{}".format(*ANSWERS), metavar="MEDIAN,SIGMA",
-                        help="tokens of an answer, log-normal (default %(default)s)")
+    parser.add_argument("--answers", metavar="MEDIAN,SIGMA", help="tokens of an answer, log-normal")
+    parser.add_argument("--work", type=Path, metavar="FILE", help="constants as JSON, the fields of `Work`")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
     options = parser.parse_args()
-    answers = tuple(map(float, options.answers.split(",")))
-    print(f"{'GPUs':>5} {'rollouts':>8}  {'schedule':12} {'tokens/s':>9} {'ratio':>6} {'idle':>5} {'thin':>6} "
+    given = json.loads(options.work.read_text()) if options.work else {}
+    if options.answers:
+        given["answers"] = tuple(map(float, options.answers.split(",")))
+    work = Work(**given)
+    print(f"{'row':>14}  {'schedule':12} {'tokens/s':>9} {'ratio':>6} {'/drain':>6} {'idle':>5} {'thin':>6} "
           f"{'stale':>6} {'age':>5}")
     results = []
     for row in options.rows.split(","):
-        gpus, in_flight = map(int, row.split("x"))
+        rates: dict[str, float] = {}
         for schedule in SCHEDULES:
-            result = Simulation(schedule, gpus, in_flight, options.steps, answers).run()
-            results.append({"gpus": gpus, "rollouts": in_flight, "schedule": schedule, "steps": options.steps,
-                            "answers": answers, **result})
-            ratio = result["tokens_per_s"] / results[-1 - SCHEDULES.index(schedule)]["tokens_per_s"]
-            results[-1]["ratio"] = ratio
-            print(f"{gpus:5} {in_flight:8}  {schedule:12} {result['tokens_per_s']:9.0f} {ratio:6.2f} "
+            result = Simulation(schedule, *row_of(row), options.steps, work).run()
+            rates[schedule] = rate = result["tokens_per_s"]
+            result |= {"ratio": rate / rates["synchronous"],
+                       "to_drain": rate / rates["drain"] if "drain" in rates else None}
+            results.append({"row": row, "schedule": schedule, "steps": options.steps, "work": asdict(work), **result})
+            print(f"{row:>14}  {schedule:12} {rate:9.0f} {result['ratio']:6.2f} {number(result['to_drain'])} "
                   f"{result['idle']:5.2f} {result['sequences']:6.1f} {result['stale']:6.2f} {result['age']:5.1f}",
                   flush=True)
     if options.json:

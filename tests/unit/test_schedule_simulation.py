@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from benchmarks.schedule import SCHEDULES, STEP_S, STEP_S_PER_SEQUENCE, Engines, Simulation
+from benchmarks.schedule import SCHEDULES, Engines, Simulation, Work, row_of
 
 
 def test_sequences_share_the_engines_exactly():
     """Two sequences on one GPU, then the longer one alone."""
-    engines = Engines(gpus=1)
+    engines = Engines(gpus=1, work=Work(step_s=0.02, step_s_per_sequence=0.001))
     engines.add(100, "short"), engines.add(300, "long")
-    both, alone = STEP_S + 2 * STEP_S_PER_SEQUENCE, STEP_S + STEP_S_PER_SEQUENCE
+    both, alone = 0.022, 0.021
     assert engines.next_end() == pytest.approx(100 * both)
     engines.advance(engines.next_end())
     assert engines.end_one() == "short"
@@ -24,7 +24,7 @@ def test_sequences_share_the_engines_exactly():
 
 
 def test_schedules_keep_their_promises():
-    results = {name: Simulation(name, 8, 64, 4, (180.0, 0.9)).run() for name in SCHEDULES}
+    results = {name: Simulation(name, *row_of("8x64/2"), 4, Work()).run() for name in SCHEDULES}
     assert results["synchronous"]["age"] == 0 == results["synchronous"]["stale"]
     assert results["continue"]["age"] > 0
     rates = [results[name]["tokens_per_s"] for name in ("continue", "drain", "synchronous")]
@@ -33,7 +33,7 @@ def test_schedules_keep_their_promises():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_update_trains_whole_groups_once(schedule):
-    simulation = Simulation(schedule, 8, 64, 3, (180.0, 0.9))
+    simulation = Simulation(schedule, *row_of("8x64/2"), 3, Work())
     simulation.run()
     assert len(simulation.ages) == 3 * simulation.per_step
     assert simulation.version == 3
