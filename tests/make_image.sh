@@ -5,7 +5,7 @@
 #
 # Needs root, debootstrap and a Debian mirror; takes one to two minutes and 450 MB below the directory of OUT.tar meanwhile.
 set -eu
-out=$1
+out=$(realpath "$1")
 mirror=${2:-http://deb.debian.org/debian}
 work=$(mktemp -d "$(dirname "$out")/.image-XXXXXX")
 trap 'rm -rf "$work"' EXIT

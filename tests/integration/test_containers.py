@@ -400,7 +400,8 @@ def test_nothing_stays_behind_when_the_owner_is_killed(containers, image, worksp
     owner = subprocess.Popen([sys.executable, "-c", OWNER, image, str(workspace)], stdout=subprocess.PIPE, text=True,
                              cwd=ROOT)
     name, *pids = owner.stdout.readline().split()
-    assert len(daemon.owned(name)) == 2 and daemon.janitor() == []  # its owner lives: nothing of it is touched
+    assert not [line for line in daemon.janitor() if name in line]  # its owner lives: nothing of it is touched
+    assert len(daemon.owned(name)) == 2
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     deadline = time.monotonic() + 30
@@ -418,7 +419,7 @@ def test_containers_of_other_machines_and_of_others_are_not_touched(containers, 
         dead | {daemon.PLACE: "another boot pid:[1]"}, {"of": "somebody"})]
     ours = client.create_container(image, ["true"], labels=dead | {daemon.PLACE: daemon.place()})["Id"]
     try:
-        assert daemon.janitor() == [f"container {ours[:12]} of 999999999-1"]
+        assert f"container {ours[:12]} of 999999999-1" in daemon.janitor()
         assert {each["Id"] for each in client.containers(all=True)} >= set(others)
     finally:
         for each in others:
