@@ -167,7 +167,7 @@ def warnings(made: Report, calls: Sequence[Call], *, train: str, tool_parser: st
                         "{base_url} is filled in"]
     rewritten = [call for call in calls if call.relation in REWRITTEN]
     could = len(calls) - sum(call.relation == "new_conversation" for call in calls)
-    if rewritten and len(rewritten) >= OFTEN * could:
+    if len(rewritten) > 1 and len(rewritten) >= OFTEN * could:
         names = ", ".join(sorted({call.relation for call in rewritten}))
         found.append(f"history is rewritten every turn: {counted(len(made.branches), 'branch')} of "
                      f"{counted(len(calls), 'call')} ({names}). Each one is trained on its own prompt, which costs "

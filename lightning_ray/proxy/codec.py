@@ -190,9 +190,7 @@ class Codec:
             return True
         return False
 
-    def render(
-        self, request: ChatCompletionRequest, messages: Sequence[Message], *, generation_prompt: bool = True
-    ) -> str:
+    def render(self, request: ChatCompletionRequest, messages: Sequence[Message]) -> str:
         """The conversation as the template writes it, contents protected.
 
         Raises vLLM's `VLLMValidationError` where the template or the message format refuses it.
@@ -200,8 +198,6 @@ class Codec:
         params = self.chat_params(request)
         tools = self.tools_of(request).protected
         extra = {"tools": tools, "tokenize": False}
-        if not generation_prompt:
-            extra |= {"add_generation_prompt": False, "continue_final_message": False}
         settings = merge_kwargs(params.get_apply_chat_template_kwargs(), extra, unset_values=(None,))
         content_format = resolve_chat_template_content_format(
             params.chat_template, tools, params.chat_template_content_format, self.tokenizer,

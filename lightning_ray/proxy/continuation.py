@@ -79,7 +79,11 @@ def arguments_of(message: Message) -> list[str]:
 def end_of_answer(
     one: Answered, text: str, request: ChatCompletionRequest, messages: Sequence[Message], codec: Codec
 ) -> int | str:
-    """Where in `text` the new part begins after the answer of `one`, or why `one` is not continued."""
+    """Where in `text` the new part begins after the answer of `one`, or why `one` is not continued.
+
+    What the template makes of the answer ends at the first end of turn: contents are protected, so that none of them
+    holds one.
+    """
     start = one.prompt_length
     if len(text) < start or text_digest(text[:start]) != one.prompt_digest:
         return "template_rewrote"
@@ -87,21 +91,14 @@ def end_of_answer(
         return start + len(one.sampled_text)
     if one.stopped_by_text:
         return "stop_string"
-    alone = codec.render(request, messages[:one.messages], generation_prompt=False)
     ends = (one.end,) if one.end else codec.end_texts
-    at = max(alone.rfind(end, start) for end in ends)
-    body = alone[start:at] if at >= 0 else alone[start:]
-    cut = start + len(body)
-    if one.end:
-        if not text.startswith(one.end, cut):
-            return "template_rewrote"
-        cut += len(one.end)
-    if not text.startswith(alone[:cut] if cut <= len(alone) else alone):
+    at = min((at for end in ends if (at := text.find(end, start)) >= 0), default=-1)
+    if at < 0:
         return "template_rewrote"
-    if not codec.reads_as(body, one.answer, request):
+    if not codec.reads_as(text[start:at], one.answer, request):
         dropped = one.answer.reasoning and not messages[one.messages - 1].get("reasoning")
         return "reasoning_dropped" if dropped else "template_rewrote"
-    return cut
+    return at + len(one.end)
 
 
 def build_prompt(

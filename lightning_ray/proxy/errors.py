@@ -66,7 +66,11 @@ class TooMany(ProxyError):
     code = "rate_limit_exceeded"
 
 
+def openai_error(error: ProxyError) -> dict[str, str | None]:
+    """The error object of OpenAI's API."""
+    return ErrorObject(message=error.message, type=error.kind, param=error.param, code=error.code).model_dump()
+
+
 def openai_body(error: ProxyError) -> bytes:
     """`{"error": {...}}` as OpenAI's API writes it."""
-    body = ErrorObject(message=error.message, type=error.kind, param=error.param, code=error.code)
-    return json.dumps({"error": body.model_dump()}).encode()
+    return json.dumps({"error": openai_error(error)}).encode()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ray.proxy.codec import Answer
-from lightning_ray.proxy.conversation import LEADING_ROLES, texts
+from lightning_ray.proxy.conversation import LEADING_ROLES, message_digest, texts
 
 QUOTED_ANSWER = 40
 """A new conversation whose messages quote an earlier answer of at least so many characters is a compaction of it."""
@@ -55,6 +55,8 @@ class History:
     """Digests of whole prompts."""
     raw: list[Answered] = field(default_factory=list)
     """Calls whose prompt was no conversation."""
+    said: set[bytes] = field(default_factory=set)
+    """Digests of the answers by themselves."""
     quotes: list[str] = field(default_factory=list)
     """The first long line of each answer, to recognise summaries."""
 
@@ -84,6 +86,7 @@ class History:
         self.answered[answered.call] = answered
         self.ends.setdefault(digest, []).append(answered)
         self._know([*chain, digest])
+        self.said.add(message_digest(answered.answer.message()))
         if len(answered.answer.content) >= QUOTED_ANSWER:
             self.quotes.append(answered.answer.content.strip()[:4 * QUOTED_ANSWER])
 
@@ -128,5 +131,7 @@ class History:
             leading += 1
         if shared > leading:
             return "compacted" if len(messages) < self.known[chain[shared]] else "rewritten_history"
+        if any(message.get("role") == "assistant" and message_digest(message) in self.said for message in messages):
+            return "rewritten_history"  # an answer of ours, behind a system prompt or a question that is another now
         written = "\n".join(text for message in messages[leading:] for text in texts(message.get("content")))
         return "compacted" if any(quote in written for quote in self.quotes) else "new_conversation"

@@ -4,6 +4,9 @@ Input items become chat messages, and answers become output items, by vLLM's own
 is resolved from what was recorded: an earlier response of the same rollout, and no other.
 """
 
+import json
+import secrets
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +27,7 @@ from vllm.exceptions import VLLMValidationError
 from lightning_ray.proxy import sse
 from lightning_ray.proxy.codec import Codec
 from lightning_ray.proxy.dialect import Asked, chat_request, check, load, made
-from lightning_ray.proxy.errors import BadRequest, ProxyError, openai_body
+from lightning_ray.proxy.errors import BadRequest, ProxyError, openai_body, openai_error
 from lightning_ray.proxy.sampling import NEUTRAL
 from lightning_ray.proxy.session import Choice, Exchange, Session
 
@@ -123,10 +126,16 @@ class Responses:
         return openai_body(error)
 
     def stream_error(self, error: ProxyError) -> bytes:
-        event = types.ResponseErrorEvent(
-            type="error", code=error.code, message=error.message, param=error.param, sequence_number=0
+        """Twice: as OpenAI's SDK raises it (the error inside the event), and as the end of the response, where other
+        clients look for it."""
+        first = {"type": "error", "error": openai_error(error), "sequence_number": 0}
+        response = made(
+            types.Response, id=f"resp_{secrets.token_hex(16)}", object="response", created_at=int(time.time()),
+            model=self.model, status="failed", output=[], tools=[], tool_choice="auto", parallel_tool_calls=True,
+            error={"code": error.code or error.kind, "message": error.message},
         )
-        return sse.event(self._dump(event), "error")
+        last = made(types.ResponseFailedEvent, type="response.failed", response=response, sequence_number=1)
+        return sse.event(json.dumps(first), "error") + sse.event(self._dump(last), last.type)
 
     def _dump(self, model: BaseModel) -> str:
         return model.model_dump_json(exclude_unset=True, by_alias=True, warnings=False)

@@ -1,11 +1,13 @@
-"""`lightning-ray capture` as people call it: a real engine on a tiny model, a real proxy, a sandbox or none, and
-log-probs that the learner's model code recomputes."""
+"""`lightning-ray capture` as scripts call it: a real engine on a tiny model, a real proxy, a sandbox or none, and
+log-probs that the learner's model code recomputes. Standard output holds the report and nothing else."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from lightning_ray.cli import DONE, main
+from lightning_ray.cli import DONE
 from tests.integration.test_capture import HARNESS
 from tests.tiny_models import tiny_model
 
@@ -13,15 +15,15 @@ pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("place", [[], ["--no-sandbox"]], ids=["sandbox", "no-sandbox"])
-def test_capture_prints_what_a_trainer_would_get(place, tmp_path, capsys):
+def test_capture_prints_what_a_trainer_would_get(place, tmp_path):
     model = tiny_model(tmp_path, "qwen3")
-    status = main(["capture", "--model", str(model), "--json", *place,
-                   "--generator.dtype", "float32", "--learner.dtype", "float32", "--policy.max_context", "1024",
-                   "--sampling.max_tokens", "12", "--generator.extra.kv_cache_memory_bytes", str(64 << 20),
-                   "--", "python3", "-c", HARNESS])
-    out = capsys.readouterr().out
-    assert status == DONE, out
-    report = json.loads(out)
+    done = subprocess.run([
+        sys.executable, "-m", "lightning_ray.cli", "capture", "--model", str(model), "--json", *place,
+        "--generator.dtype", "float32", "--learner.dtype", "float32", "--policy.max_context", "1024",
+        "--sampling.max_tokens", "12", "--generator.extra.kv_cache_memory_bytes", str(64 << 20),
+        "--", "python3", "-c", HARNESS], capture_output=True, text=True, check=False)
+    assert done.returncode == DONE, done.stderr
+    report = json.loads(done.stdout)
     assert report["ending"]["exit_status"] == "exit code 0", report["ending"]
     assert report["ending"]["sandbox"] == ("none" if place else "bubblewrap")
     assert (report["calls"], report["dialects"]) == (4, {"chat": 3, "messages": 1})

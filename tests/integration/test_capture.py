@@ -5,9 +5,11 @@ engine is scripted here; with a real one the command runs in `make test-harnesse
 import json
 
 import pytest
+import yaml
 
 from lightning_ray.harness.capture import run_harness, settings, summary
 from lightning_ray.harness.report import lines
+from tests.integration.test_runner import FIX, TASK
 from tests.unit.proxy_parts import InProcess, codec_of, model_dir, proxy_of
 
 HARNESS = """
@@ -43,9 +45,8 @@ def model(tmp_path_factory):
     return place
 
 
-async def captured(model, directory, *, sandboxed, overrides=()):
-    what = settings(model=model, command=["python3", "-c", HARNESS], sandboxed=sandboxed, parity=False,
-                    overrides=["--harness.max_calls", "20", *overrides])
+async def captured(model, directory, *, command=("python3", "-c", HARNESS), **given):
+    what = settings(model=model, command=command, parity=False, **given)
     server, _ = proxy_of(codec_of("hermes"), lambda request: "It subtracts.")
     await server.start()
     try:
@@ -85,3 +86,25 @@ async def test_what_the_trainer_would_leave_out_and_how_a_failed_harness_ended_i
     assert report.trainable == report.branches[0].sampled
     assert set(report.masked) == {"constrained", "excluded"}
     assert any("exit code 3" in warning and "reward 0" in warning for warning in report.warnings)
+
+
+async def test_a_task_of_one_s_own_is_worked_on_and_graded(model, tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(TASK.model_dump_json() + "\n")
+    _, trajectory, report = await captured(model, tmp_path, sandboxed=True, task=file, command=[
+        "sh", "-c", FIX.removeprefix("run: ") + "; echo {task}"])
+    assert TASK.problem_statement in trajectory.notes["harness_log"] and "a + b" in trajectory.patch
+    assert (report.ending.end, report.ending.reward) == ("graded", 1.0)
+    assert any("no call was made" in warning for warning in report.warnings)
+
+
+async def test_the_harness_of_a_configuration_is_run_where_no_command_is_given(model, tmp_path):
+    """A Python harness, in a worker process of its own."""
+    file, steps = tmp_path / "job.yaml", ["model", FIX]
+    file.write_text(yaml.safe_dump({"harness": {
+        "kind": "python", "entry": "tests.integration.harnesses:run", "settings": {"steps": steps}}}))
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(TASK.model_dump_json() + "\n")
+    _, _, report = await captured(model, tmp_path, command=(), config=file, task=tasks)
+    assert (report.ending.exit_status, report.ending.reward) == ("Submitted", 1.0)
+    assert (report.calls, report.trainable) == (1, report.sampled)

@@ -1,8 +1,8 @@
 """What the proxy's tests share: model directories that hold a tokenizer and a template only, and scripted engines.
 
 A codec needs no weights, so these directories have none. The templates are written after the published formats of
-four families: ChatML, Hermes (tools as JSON in tags), Qwen3 (reasoning, stripped from turns before the last question)
-and Llama 3 (headers, trimmed contents).
+five families: ChatML, Hermes (tools as JSON in tags), Qwen3 (reasoning, stripped from turns before the last question),
+Qwen3.5 (tools as XML, an answer begins inside its reasoning) and Llama 3 (headers, trimmed contents).
 """
 
 import asyncio
@@ -77,8 +77,9 @@ REASONING = """\
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
 {%- elif message.role == 'assistant' -%}
 {{- '<|im_start|>assistant\\n' -}}
-{%- if loop.index0 > last.question and message.reasoning_content -%}
-{{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' -}}
+{%- set thought = message.reasoning_content or '' -%}
+{%- if loop.index0 > last.question and (loop.last or thought) -%}
+{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' -}}
 {%- endif -%}
 {{- (message.content or '').lstrip('\\n') -}}
 {%- for call in message.tool_calls or [] -%}
@@ -92,6 +93,47 @@ REASONING = """\
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+CODER = """\
+{%- set last = namespace(question=-1) -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{%- set last.question = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- if tools -%}
+{{- '<|im_start|>system\\n<tools>' -}}{%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
+{{- '\\n</tools>' -}}
+{%- if messages[0].role == 'system' -%}{{- '\\n\\n' + messages[0].content | trim -}}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- elif messages[0].role == 'system' -%}
+{{- '<|im_start|>system\\n' + messages[0].content | trim + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>\\n' -}}
+{%- elif message.role == 'assistant' -%}
+{%- set said = (message.content or '') | trim -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if loop.index0 > last.question -%}
+{{- '<think>\\n' + (message.reasoning_content or '') | trim + '\\n</think>\\n\\n' -}}
+{%- endif -%}
+{{- said -}}
+{%- for call in message.tool_calls or [] -%}
+{%- if loop.first and said -%}{{- '\\n\\n' -}}{%- elif not loop.first -%}{{- '\\n' -}}{%- endif -%}
+{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' -}}
+{%- for name, value in (call.function.arguments if call.function.arguments is mapping else {}) | items -%}
+{{- '<parameter=' + name + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' -}}
+{%- endfor -%}
+{{- '</function>\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- elif message.role == 'tool' -%}
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}
 """
 
 LLAMA3 = """\
@@ -110,6 +152,7 @@ FAMILIES = {
     "chatml": (CHATML, CHATML_SPECIAL, "<|im_end|>", None, None),
     "hermes": (HERMES, CHATML_SPECIAL, "<|im_end|>", "hermes", None),
     "reasoning": (REASONING, CHATML_SPECIAL, "<|im_end|>", "hermes", "qwen3"),
+    "coder": (CODER, CHATML_SPECIAL, "<|im_end|>", "qwen3_coder", "qwen3"),
     "llama3": (LLAMA3, LLAMA3_SPECIAL, "<|eot_id|>", None, None),
 }
 """Family -> template, special tokens, end of turn, tool parser, reasoning parser."""
@@ -273,6 +316,13 @@ def keepers_of(directory: Path) -> list[psutil.Process]:
     """The keepers of listening sockets that run for directories below this one."""
     return [process for process in psutil.process_iter(["cmdline"])
             if any(word.startswith(str(directory)) for word in process.info["cmdline"] or ())]
+
+
+def call_in(family: str, command: str) -> str:
+    """A call of `bash` as the family's model writes it."""
+    if family != "coder":
+        return tool_call(command)
+    return f"<tool_call>\n<function=bash>\n<parameter=command>\n{command}\n</parameter>\n</function>\n</tool_call>"
 
 
 def tool_call(command: str, name: str = "bash") -> str:

@@ -65,6 +65,11 @@ def test_one_compaction_among_many_turns_is_no_warning():
     assert made([*calls, call(5, [9, 9], [1], "compacted")]).warnings == []
 
 
+def test_a_request_on_the_side_that_quotes_an_answer_is_no_warning():
+    """As aider's for a commit message, which shows the change."""
+    assert made([CONVERSATION[0], call(1, [9, 9], [1], "compacted")]).warnings == []
+
+
 def test_constrained_calls_are_counted_and_where_all_are_nothing_is_trainable():
     calls = [replace(one, masked="constrained") for one in CONVERSATION]
     result = made(calls)

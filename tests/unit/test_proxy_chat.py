@@ -177,3 +177,17 @@ async def test_several_choices_are_several_calls(started):
     calls = await server.finish("r0")
     assert [call.text for call in calls] == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
     assert len({call.prompt_ids.tobytes() for call in calls}) == 1
+
+
+async def test_streamed_choices_are_told_apart_and_each_can_be_gone_on_from(started):
+    words = iter(["one", "two", "three"])
+    server, _, _, client = await started("chatml", lambda request: next(words))
+    stream = await client.chat.completions.create(model="policy", messages=[user("x")], n=2, stream=True)
+    said = {0: "", 1: ""}
+    async for chunk in stream:
+        said[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert said == {0: "one", 1: "two"}
+    await client.chat.completions.create(
+        model="policy", messages=[user("x"), {"role": "assistant", "content": "two"}, user("y")])
+    calls = await server.finish("r0")
+    assert [(call.relation, call.parent) for call in calls][2] == ("continued", 1)

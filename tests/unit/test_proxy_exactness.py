@@ -1,4 +1,4 @@
-"""Laws 1, 2 and 3 on random conversations, with the templates of four families. Everything here is synchronous.
+"""Laws 1, 2 and 3 on random conversations, with the templates of five families. Everything here is synchronous.
 
 A `Rollout` plays harness and engine: it asks with a conversation, makes up sampled tokens (tokenised in ways the
 tokenizer itself never would, with control tokens in the middle, cut off, empty), and records them as the proxy does.
@@ -23,7 +23,7 @@ from lightning_ray.proxy.reading import read
 from lightning_ray.proxy.session import Choice, Sampled, Session
 from lightning_ray.proxy.special import unmark
 from lightning_ray.trajectory.branches import branches, parents
-from tests.unit.proxy_parts import BASH, FAMILIES, codec_of, rollout, tool_call
+from tests.unit.proxy_parts import BASH, FAMILIES, call_in, codec_of, rollout, tool_call
 
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -146,7 +146,7 @@ def play(family: str, tools: bool, steps, asked: Rollout | None = None) -> Rollo
         if how == "odd":
             sampled = [*odd_tokens(codec, said, chance), codec.tokenizer.eos_token_id]
         elif how == "call":
-            sampled = asked.say((said + "\n" if said else "") + tool_call(heard))
+            sampled = asked.say((said + "\n" if said else "") + call_in(family, heard))
         elif how == "think":
             sampled = asked.say(f"<think>\n{heard}\n</think>\n\n{said}")
         elif how == "cut":
@@ -198,6 +198,37 @@ def test_law2_a_faithful_harness_gets_one_branch(family, tools, turns, seed):
         messages = [*messages, answer.message(), {"role": "user", "content": heard}]
     calls = asked.session.calls()
     assert len(branches(calls)) <= 1
+
+
+@SETTINGS
+@given(st.sampled_from(["hermes", "reasoning", "coder"]), st.booleans(),
+       st.lists(st.tuples(texts, st.sampled_from(["", "hm", "é, then\nb"]), st.sampled_from(["ls", "cat 'é' | x"])),
+                min_size=1, max_size=5), st.integers(0, 2**32))
+def test_law2_a_faithful_harness_that_works_with_tools_gets_one_branch(family, thinks, turns, seed):
+    """As long as one question is worked on, reasoning stays; other white space and other JSON change nothing."""
+    asked, chance = Rollout(family, True), random.Random(seed)
+    messages = [{"role": "system", "content": "Help."}, {"role": "user", "content": "Go."}]
+    for heard, thought, command in turns:
+        begun = "" if family == "coder" else "<think>\n"
+        said = f"{begun}{thought}\n</think>\n\n" if family == "coder" or (thinks and family == "reasoning") else ""
+        call = call_in(family, command).replace('": ', chance.choice(['": ', '":', '":  ']))
+        sampled = odd_tokens(asked.codec, said + chance.choice(["", "Look.\n\n", "\n"]) + call, chance)
+        prompt, answer = asked.ask(messages, [*sampled, asked.codec.tokenizer.eos_token_id])
+        assert [one.name for one in answer.tool_calls] == ["bash"], answer
+        assert prompt.relation == ("continued" if len(messages) > 2 else "new_conversation"), prompt
+        messages = [*messages, answer.message(), {
+            "role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": heard}]
+    check_laws(asked)
+    assert len(branches(asked.session.calls())) == 1
+
+
+def test_law2_a_template_that_writes_the_last_answer_otherwise_than_the_earlier_ones_makes_no_branch():
+    """As Qwen3's, which puts an empty thought before the last answer alone."""
+    asked = Rollout("reasoning", tools=True)
+    messages = [{"role": "user", "content": "Go."}]
+    _, answer = asked.ask(messages, asked.say(call_in("reasoning", "ls").replace('": ', '":')))
+    turn = [*messages, answer.message(), {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "a"}]
+    assert asked.ask(turn, asked.say("Done."))[0].relation == "continued"
 
 
 def test_law2_where_the_template_strips_reasoning_a_branch_begins():
@@ -313,6 +344,19 @@ def test_relations_are_named():
     assert relation([*first, {"role": "user", "content": "shorter"}]) == "compacted"
     assert relation([first[0], {"role": "user", "content": f"So far: {long} Go on."}]) == "compacted"
     assert relation([first[0], {"role": "user", "content": "a side question"}]) == "new_conversation"
+
+
+@pytest.mark.parametrize("said", ["Ok.", tool_call("ls")])
+def test_a_system_prompt_that_changes_every_turn_is_a_rewritten_history(said):
+    """As of harnesses that write the time, or what is left of a budget, into it."""
+    asked = Rollout("hermes", tools=True)
+    first = [{"role": "system", "content": "It is 9:00."}, {"role": "user", "content": "Go."}]
+    _, answer = asked.ask(first, asked.say(said))
+    later = [{"role": "system", "content": "It is 9:01."}, first[1], answer.message()]
+    heard = {"role": "tool", "tool_call_id": "x", "content": "a"} if answer.tool_calls else first[1]
+    assert asked.ask([*later, heard], asked.say("Done."))[0].relation == "rewritten_history"
+    assert asked.ask([later[0], {"role": "user", "content": "Other."}], asked.say("Yes."))[0].relation == (
+        "new_conversation")
 
 
 def test_a_stop_string_that_was_sampled_begins_a_branch():
