@@ -25,6 +25,9 @@ from lightning_ray.proxy.errors import ContextLength
 from lightning_ray.proxy.history import Answered, History
 from lightning_ray.proxy.message import Message
 
+HEADER_CHARACTERS = 200
+"""What a template writes at most between the token that begins a turn and the answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -81,8 +84,8 @@ def end_of_answer(
 ) -> int | str:
     """Where in `text` the new part begins after the answer of `one`, or why `one` is not continued.
 
-    What the template makes of the answer ends at the first end of turn: contents are protected, so that none of them
-    holds one.
+    What the template makes of the answer ends where it first ends a turn, and begins no other one before: contents are
+    protected, so that none of them holds such a token.
     """
     start = one.prompt_length
     if len(text) < start or text_digest(text[:start]) != one.prompt_digest:
@@ -91,9 +94,11 @@ def end_of_answer(
         return start + len(one.sampled_text)
     if one.stopped_by_text:
         return "stop_string"
-    ends = (one.end,) if one.end else codec.end_texts
-    at = min((at for end in ends if (at := text.find(end, start)) >= 0), default=-1)
-    if at < 0:
+    at = min((at for end in {one.end, *codec.end_texts} - {""} if (at := text.find(end, start)) >= 0), default=-1)
+    if at < 0 or not text.startswith(one.end, at):
+        return "template_rewrote"
+    opener = codec.specials.last(text[max(0, start - HEADER_CHARACTERS):start])
+    if opener and opener in text[start:at]:
         return "template_rewrote"
     if not codec.reads_as(text[start:at], one.answer, request):
         dropped = one.answer.reasoning and not messages[one.messages - 1].get("reasoning")

@@ -231,6 +231,19 @@ def test_law2_a_template_that_writes_the_last_answer_otherwise_than_the_earlier_
     assert asked.ask(turn, asked.say("Done."))[0].relation == "continued"
 
 
+def test_law2_a_turn_that_the_template_leaves_open_is_not_read_into_the_next_one(monkeypatch):
+    """The end that is found then is another turn's: what stands between must not get lost."""
+    asked = Rollout("hermes", tools=True)
+    messages = [{"role": "user", "content": "Go."}]
+    _, answer = asked.ask(messages, asked.say(call_in("hermes", "ls").replace('": ', '":')))
+    turn = [*messages, answer.message(), {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "a"}]
+    render, close = asked.codec.render, "</tool_call>"
+    monkeypatch.setattr(asked.codec, "render", lambda *what: render(*what).replace(f"{close}<|im_end|>\n", close))
+    prompt, _ = asked.ask(turn, asked.say("Done."))
+    assert (prompt.relation, prompt.continues) == ("template_rewrote", None)
+    assert "<tool_response>\na\n" in asked.codec.decode(prompt.new_ids.tolist())
+
+
 def test_law2_where_the_template_strips_reasoning_a_branch_begins():
     asked = Rollout("reasoning", tools=True)
     messages = [{"role": "user", "content": "Go."}]
