@@ -1,7 +1,7 @@
 """Installs a harness in a place of its own below a cache directory, once for each set of pinned packages.
 
-`npm` packages go below a prefix, Python packages into a virtual environment. A place is made aside and renamed, so that
-it is whole or absent... except a virtual environment, which cannot move: it is marked when it is whole.
+`npm` packages go below a prefix, Python packages into a virtual environment. A place is marked when it is whole; one
+that is not is made again.
 """
 
 import hashlib
