@@ -12,6 +12,7 @@ A container ends by itself when the process that started it is gone; `daemon.jan
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -33,6 +34,8 @@ from lightning_ray.sandbox.fifos import Fifos, redirections
 from lightning_ray.sandbox.images import Image, Images
 from lightning_ray.sandbox.local import START_TIMEOUT_S, Local, Running
 
+log = logging.getLogger(__name__)
+
 PIPES = "/.pipes"
 """Where the pipes' directory is mounted inside; empty once the shell has them."""
 SCRATCH = "/.scratch"
@@ -46,6 +49,7 @@ class Held(Running):
     """A container and what the host holds for it."""
 
     container: str
+    """Its name."""
     uid: int | None
     directory: Path
 
@@ -55,6 +59,8 @@ class Containers:
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
+        self.names: set[str] = set()
+        """Of containers that may be there."""
         self.images = Images(config.container.pull == "missing", lambda spec, image: Container(spec, self, image),
                              config.allow_unsafe)
 
@@ -84,7 +90,12 @@ class Containers:
 
 
     def close(self) -> None:
+        """Remove what could not be removed when its sandbox stopped. No sandbox is used any more."""
         self.images.close()
+        for name in sorted(self.names):
+            daemon.remove(name)
+            self.names.discard(name)
+            log.warning("removed the container %s, which its sandbox had left behind", name)
 
 
 class Container(Local):
@@ -102,21 +113,22 @@ class Container(Local):
     async def _launcher(self) -> Callable[[], Running]:
         config = self._containers.config
         image = self._image or await self._containers.images.get(self.spec.image or config.image)
-        return partial(_launch, self.spec, image, config.container.runtime)
+        return partial(_launch, self.spec, image, config.container.runtime, self._containers.names)
 
     def _end(self, running: Held) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(running.process, signal.SIGKILL)
         try:
             daemon.remove(running.container)
+            self._containers.names.discard(running.container)
             if running.uid is not None and (owners := uids.of_this_process()):
                 owners.give_back(running.uid)
         finally:
             shutil.rmtree(running.directory, ignore_errors=True)
 
 
-def _launch(spec: SandboxSpec, image: Image, runtime: str) -> Held:
-    """Start the container (in a thread: it blocks)."""
+def _launch(spec: SandboxSpec, image: Image, runtime: str, names: set[str]) -> Held:
+    """Start the container (in a thread: it blocks). Its name is in `names` for as long as it may be there."""
     directory = Path(tempfile.mkdtemp(prefix=f"{limits.PREFIX}{limits.owner()}."))
     owners = None if daemon.has_own_user_namespace() else uids.of_this_process()
     if owners is None and not daemon.has_own_user_namespace():
@@ -127,6 +139,7 @@ def _launch(spec: SandboxSpec, image: Image, runtime: str) -> Held:
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", spec.name)[:64]
     name = f"{limits.PREFIX}{limits.owner()}.{plain}.{secrets.token_hex(4)}"
     fifos = None
+    names.add(name)
     try:
         fifos = Fifos(directory / "pipes")
         settings = _settings(spec, image, runtime, directory, filesystem.UID if uid is None else uid)
@@ -145,6 +158,7 @@ def _launch(spec: SandboxSpec, image: Image, runtime: str) -> Held:
     except BaseException as error:
         said = fifos.said() if fifos else ""
         daemon.remove(name)
+        names.discard(name)
         if fifos:
             fifos.close()
         if owners and uid is not None:
@@ -155,7 +169,7 @@ def _launch(spec: SandboxSpec, image: Image, runtime: str) -> Held:
             raise SandboxError(f"the sandbox {spec.name} cannot be started: {detail}") from error
         raise
     bootstrap = f"{limits.ulimits(spec.limits, set(limits.CONTROLLERS))}; true"
-    return Held(pid, process, fifos.pipes(), bootstrap, container, uid, directory)
+    return Held(pid, process, fifos.pipes(), bootstrap, name, uid, directory)
 
 
 def _settings(spec: SandboxSpec, image: Image, runtime: str, directory: Path, uid: int) -> dict[str, Any]:

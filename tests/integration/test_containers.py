@@ -281,6 +281,19 @@ async def test_stop_is_idempotent_and_leaves_nothing(containers, workspace):
         await sandbox.start()
 
 
+async def test_what_a_sandbox_could_not_remove_goes_with_its_backend(containers, image, workspace, monkeypatch):
+    made = Containers(SandboxConfig(backend="container", image=image))
+    sandbox = made.make(SandboxSpec("x", workspace))
+    await sandbox.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon, "remove", lambda container: (_ for _ in ()).throw(SandboxError("the daemon is away")))
+        with pytest.raises(SandboxError, match="is away"):
+            await sandbox.stop()
+    assert len(daemon.owned(limits.owner())) == 1
+    await asyncio.to_thread(made.close)
+    assert left_by(limits.owner()) == ([], []) and not made.names
+
+
 async def test_a_start_that_is_cancelled_leaves_nothing(containers, workspace):
     made = [containers.make(SandboxSpec(f"cancelled-{number}", workspace)) for number in range(3)]
     starts = [asyncio.create_task(sandbox.start()) for sandbox in made]
