@@ -36,8 +36,9 @@ from lightning_ray.sandbox.base import WORKSPACE, Limits, SandboxUnavailable
 from lightning_ray.tasks import swe_bench
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.swe_bench import Instance
-from lightning_ray.tasks.swe_bench_grading import Outcome, as_rollout, counted, judge_by_harness, judge_here
+from lightning_ray.tasks.swe_bench_grading import Outcome, as_rollout, counted, judge_by_harness, judge_here, outcome_of
 from lightning_ray.tasks.swe_smith import digest
+from lightning_ray.tasks.workspaces import Workspaces
 
 Sample = Mapping[str, Mapping[str, str]]
 
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (run, grade):
         command.add_argument("--grade", choices=("here", "harness"), default="here", help="who judges (%(default)s)")
         command.add_argument("--checkouts", type=Path, metavar="DIR", help="one directory for each instance id, with "
-                             "the repository at its base commit")
+                             "the repository at its base commit (containers: those of the images)")
         command.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help="of one instance's tests")
         command.add_argument("--at-once", type=int, default=2, metavar="N", help="instances judged at once")
     return parser
@@ -95,18 +96,25 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> None:
     remote = remote_model.given(options)
     with tempfile.TemporaryDirectory(prefix="swe-bench-") as directory:
         source = Path(directory) / f"{options.data.stem}.jsonl"
-        source.write_text("".join(task.model_dump_json() + "\n" for task in _tasks(options, instances)))
         config = Config.load(options.config, naming_policy(overrides), {
             "tasks": {"source": str(source), "heldout_source": None, "train": len(instances)},
             "reward": {"timeout_s": options.timeout}})
+        tasks = _tasks(options, instances, config)
+        source.write_text("".join(task.model_dump_json() + "\n" for task in tasks))
         evaluation = Evaluation(config, split="train", progress=LineProgress(), remote=remote)
         results = evaluation.measure()
     root = evaluation.run.root
-    results["data"] = _data(options, instances)
-    if options.grade == "harness":
-        samples = [swe_bench.load_predictions(root / predictions_file(number))
-                   for number in range(config.evaluation.samples)]
-        results |= _judged(options, instances, samples, root, config.run.name, config)
+    results |= {"data": _data(options, instances), "grading": _grading(options)}
+    samples = range(config.evaluation.samples)
+    if options.grade == "here":
+        results |= counted([{name: outcome_of(members[number]) for name, members in results["instances"].items()}
+                            for number in samples], len(instances))
+    else:
+        done = results["rollouts"] = results["instances"]
+        predictions = [swe_bench.load_predictions(root / predictions_file(number)) for number in samples]
+        results |= _judged(options, instances, [
+            {name: each for name, each in sample.items() if done[name][number]["end"] != "infra_failed"}
+            for number, sample in enumerate(predictions)], root, config.run.name, config)
     _write(results, root)
 
 
@@ -143,10 +151,13 @@ def _judged(options: argparse.Namespace, instances: Sequence[Instance], samples:
     rollouts = {name: members for name, members in rollouts.items() if members}
     return {
         **scores({each["instance_id"]: each["repo"] for each in instances}, rollouts, seed=config.run.seed),
-        **counted(outcomes, len(instances)),
-        "grading": {"by": options.grade, "timeout_s": options.timeout,
-                    "daemon": os.environ.get("DOCKER_HOST", "default") if options.grade == "harness" else None},
+        **counted(outcomes, len(instances)), "grading": _grading(options),
     }
+
+
+def _grading(options: argparse.Namespace) -> dict[str, Any]:
+    return {"by": options.grade, "timeout_s": options.timeout,
+            "daemon": os.environ.get("DOCKER_HOST", "default") if options.grade == "harness" else None}
 
 
 def _by_harness(options: argparse.Namespace, instances: Sequence[Instance], sample: Sample, out: Path, run_id: str,
@@ -160,6 +171,7 @@ def _by_harness(options: argparse.Namespace, instances: Sequence[Instance], samp
 
 def _here(options: argparse.Namespace, instances: Sequence[Instance], sample: Sample, out: Path, run_id: str,
           config: Config) -> dict[str, Outcome]:
+    tasks = _tasks(options, instances, config)
     try:
         chosen = backend.choose(config.sandbox)
     except SandboxUnavailable as error:
@@ -169,16 +181,18 @@ def _here(options: argparse.Namespace, instances: Sequence[Instance], sample: Sa
     try:
         with tempfile.TemporaryDirectory(prefix="swe-bench-") as directory:
             return asyncio.run(judge_here(
-                _tasks(options, instances), sample, make=chosen.make, root=Path(directory), limits=limits,
+                tasks, sample, make=chosen.make, workspaces=Workspaces(Path(directory), chosen.checkout), limits=limits,
                 timeout_s=options.timeout, at_once=options.at_once))
     finally:
         chosen.close()
 
 
-def _tasks(options: argparse.Namespace, instances: Sequence[Instance]) -> list[Task]:
+def _tasks(options: argparse.Namespace, instances: Sequence[Instance], config: Config) -> list[Task]:
+    if options.checkouts is None and config.sandbox.backend != "bubblewrap":
+        return [swe_bench.task_of(instance, None) for instance in instances]
     if options.checkouts is None:
-        raise ConfigError("--checkouts: the repositories are needed. Give a directory with one for each instance id, "
-                          "as the command `checkouts` makes it")
+        raise ConfigError("--checkouts: bubblewrap needs the repositories. Give a directory with one for each instance "
+                          "id, as the command `checkouts` makes it, or --sandbox.backend container")
     places = {instance["instance_id"]: options.checkouts / instance["instance_id"] for instance in instances}
     if missing := [name for name, place in places.items() if not place.is_dir()]:
         raise ConfigError(f"--checkouts: {options.checkouts} lacks {len(missing)} of {len(places)} instances, the "
@@ -223,8 +237,7 @@ def _write(results: dict[str, Any], root: Path) -> None:
         if name.startswith("pass@"):
             rate, (low, high) = value.get("rate", value.get("mean")), value["ci95"]
             print(f"{name} {rate:.1%} [{low:.1%}, {high:.1%}]")
-    counts = results.get("verdicts") or results["reasons"]
-    print(", ".join(f"{count} {kind}" for kind, count in counts.items() if count))
+    print(", ".join(f"{count} {kind}" for kind, count in results["verdicts"].items() if count))
     print(f"record: {root / 'results.json'}")
 
 

@@ -76,13 +76,14 @@ def _checked(row: Any, place: str) -> Instance:
     return {**row, **lists, "version": str(row.get("version") or "")}
 
 
-def task_of(instance: Mapping[str, Any], checkout: Path) -> Task:
-    """The task whose workspace is a copy of `checkout`: the repository as it is in the instance's image. Graded as
-    SWE-bench grades: the whole patch, the instance's script and swebench's reports."""
+def task_of(instance: Mapping[str, Any], checkout: Path | None) -> Task:
+    """The task whose workspace is a copy of `checkout`: the repository as it is in the instance's image (None: taken
+    out of it by the container or kubernetes sandbox). Graded as SWE-bench grades: the whole patch, the instance's
+    script and swebench's reports."""
     return Task(
         instance_id=instance["instance_id"], repo=instance["repo"], problem_statement=instance["problem_statement"],
         FAIL_TO_PASS=instance["FAIL_TO_PASS"], PASS_TO_PASS=instance["PASS_TO_PASS"], image_name=instance["image"],
-        directory=str(checkout), grader="swe",
+        directory=str(checkout or ""), grader="swe",
         grading={name: instance[name] for name in ("eval_script", "log_parser", "eval_type", "version")}
         | {"whole_patch": True})
 

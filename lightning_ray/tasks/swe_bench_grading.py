@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_ray.config import ConfigError, RewardConfig
 from lightning_ray.sandbox.base import Limits, Sandbox, SandboxError, SandboxSpec
@@ -50,12 +50,19 @@ def verdict_of(reason: str) -> Verdict:
     return kind if kind in ("empty_patch", "patch_rejected", "timeout") else "unresolved"
 
 
+def outcome_of(record: Mapping[str, Any]) -> Outcome:
+    """Of one rollout in an evaluation's `results.json`, whose patch was judged here. One that left none because its
+    harness failed is unresolved."""
+    if record["end"] == "infra_failed":
+        return Outcome("error", record["reason"])
+    verdict = verdict_of(record["reason"]) if record["end"] == "graded" else "unresolved"
+    return Outcome(verdict, record["reason"], record["seconds"])
+
+
 async def judge_here(tasks: Sequence[Task], predictions: Mapping[str, Mapping[str, str]], *,
-                     make: Callable[[SandboxSpec], Sandbox], root: Path, limits: Limits, timeout_s: float,
-                     at_once: int = 2, judged: Callable[[], None] = lambda: None) -> dict[str, Outcome]:
-    """Outcomes by instance id, of the tasks that have a prediction. Each is judged in a sandbox of its own, over a copy
-    of its checkout that is kept below `root`. `judged` is called as each ends."""
-    workspaces = Workspaces(root)
+                     make: Callable[[SandboxSpec], Sandbox], workspaces: Workspaces, limits: Limits, timeout_s: float,
+                     at_once: int = 2) -> dict[str, Outcome]:
+    """Outcomes by instance id, of the tasks that have a prediction. Each is judged in a sandbox of its own."""
     config = RewardConfig(timeout_s=timeout_s, on_suspicion="flag")
     places = asyncio.Semaphore(at_once)
 
@@ -75,9 +82,8 @@ async def judge_here(tasks: Sequence[Task], predictions: Mapping[str, Mapping[st
             started = time.monotonic()
             try:
                 reason = (await grade(task, predictions[task.instance_id]["model_patch"])).reason
-            except SandboxError as error:
+            except (SandboxError, ValueError) as error:  # no sandbox, or no checkout
                 reason = f"{ENVIRONMENT_FAILED}: {error}"
-            judged()
             return Outcome(verdict_of(reason), reason, time.monotonic() - started)
 
     chosen = [task for task in tasks if task.instance_id in predictions]

@@ -6,8 +6,6 @@ The package is written by the test. Downloading one from the registry is a test 
 import asyncio
 import base64
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -15,6 +13,7 @@ from jobs.prepare_swe_smith import main
 from lightning_ray.config import ConfigError
 from lightning_ray.tasks import files, from_sdist
 from lightning_ray.tasks.from_sdist import bugs, unpack
+from tests.openai_server import serving
 from tests.sandboxes import agent_patch, graded
 from tests.unit.test_from_sdist import SOURCE, archive
 
@@ -45,33 +44,13 @@ async def test_a_package_becomes_tasks_that_the_grader_tells_apart(tmp_path, cap
         assert passed or grade.reason.startswith("tests_failed: tests/test_shop.py::")
 
 
-class Reporter(BaseHTTPRequestHandler):
-    """An OpenAI-compatible endpoint that says what it was asked."""
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        content = "<think>easy</think>A report. " + asked["messages"][0]["content"]
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}
-        body = json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"],
-                           "choices": [choice]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+def reports(request):
+    return {"content": "<think>easy</think>A report. " + request["messages"][0]["content"]}
 
 
 def test_a_model_writes_statements_and_is_not_shown_the_change(tmp_path, capsys):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Reporter)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        url = f"http://127.0.0.1:{server.server_port}/v1"
-        done = make(tmp_path, "--statements-url", url, "--statements-model", "m")
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serving(reports) as model:
+        done = make(tmp_path, "--statements-url", model.url, "--statements-model", "m")
     assert done == 0, capsys.readouterr().err
     tasks = files.load(tmp_path / "out" / "train.jsonl")
     assert json.loads((tmp_path / "out" / "report.json").read_text())["statements"] == "m"

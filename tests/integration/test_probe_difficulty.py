@@ -2,10 +2,7 @@
 words are those of a small server."""
 
 import json
-import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
 
 import pyarrow.parquet
 import pytest
@@ -14,39 +11,23 @@ import yaml
 from jobs.probe_difficulty import main
 from lightning_ray.tasks import files
 from lightning_ray.tasks.stream import TaskStream
+from tests.openai_server import serving
 from tests.sandboxes import make_task
-
-
-class Server(BaseHTTPRequestHandler):
-    """A model that solves `easy` always, `odd` every second time, and `hard` never."""
-
-    asked: ClassVar[Counter[str]] = Counter()
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        name = body["messages"][0]["content"]
-        number, self.asked[name] = self.asked[name], self.asked[name] + 1
-        right = name == "easy" or (name == "odd" and number % 2)
-        message = {"role": "assistant", "content": "a + b" if right else "a * b"}
-        answer = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"],
-                  "choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture
 def model():
-    Server.asked.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
+    """Solves `easy` always, `odd` every second time, and `hard` never."""
+    asked: Counter[str] = Counter()
+
+    def say(request):
+        name = request["messages"][0]["content"]
+        asked[name] += 1
+        right = name == "easy" or (name == "odd" and asked[name] % 2 == 0)
+        return {"content": "a + b" if right else "a * b"}
+
+    with serving(say) as served:
+        yield served
 
 
 @pytest.fixture
@@ -58,11 +39,12 @@ def words(tmp_path, model):
     config.write_text(yaml.safe_dump({
         "tasks": {"source": str(tmp_path / "tasks.jsonl"), "heldout_source": None}, "schedule": {"group_size": 4},
         "harness": {"entry": "tests.integration.harnesses:answer", "workers": 1}}))
-    return ["--config", str(config), "--url", model, "--model", "far", "--keep-failing", "0.5",
+    return ["--config", str(config), "--url", model.url, "--model", "far", "--keep-failing", "0.5",
             "--out", str(tmp_path / "out")]
 
 
-def test_probing_keeps_what_can_be_learned_from_and_goes_on_where_it_stopped(words, tmp_path, ray_session, capsys):
+def test_probing_keeps_what_can_be_learned_from_and_goes_on_where_it_stopped(
+        words, model, tmp_path, ray_session, capsys):
     out = tmp_path / "out"
     assert main([*words, "-k", "2"]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
@@ -80,11 +62,11 @@ def test_probing_keeps_what_can_be_learned_from_and_goes_on_where_it_stopped(wor
 
     lines = sorted((out / "outcomes.jsonl").read_text().splitlines(keepends=True), key=lambda line: '"easy"' in line)
     (out / "outcomes.jsonl").write_text("".join(lines[:-1]) + lines[-1][:20])  # killed while it wrote
-    before = Server.asked.total()
+    before = len(model.asked)
     assert main([*words, "-k", "2"]) == 0
-    assert Server.asked.total() == before + 1 and json.loads((out / "report.json").read_text()) == report
+    assert len(model.asked) == before + 1 and json.loads((out / "report.json").read_text()) == report
     assert main([*words, "-k", "2"]) == 0
-    assert Server.asked.total() == before + 1  # nothing is left to do, and nothing is started
+    assert len(model.asked) == before + 1  # nothing is left to do, and nothing is started
 
 
 @pytest.mark.parametrize(("more", "said"), [

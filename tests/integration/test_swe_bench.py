@@ -3,13 +3,12 @@ model behind a URL, by mini-SWE-agent with its own swebench configuration.
 """
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import yaml
 
 from jobs.evaluate_swe_bench import main
+from tests.openai_server import serving
 from tests.swe_bench_instances import checkout, instance, predictions
 
 REASONS = {"resolved": "passed", "unresolved": "tests_failed"}
@@ -59,57 +58,35 @@ def test_bad_input_is_named_before_anything_is_judged(data, tmp_path, capsys, wo
     assert said in capsys.readouterr().err and not (tmp_path / "out" / "results.json").exists()
 
 
-class Server(BaseHTTPRequestHandler):
-    """An OpenAI-compatible model that mends `add` and spoils everything else, in one tool call. It keeps what it is
-    asked in `asked`."""
-
-    asked: list[dict] = []  # noqa: RUF012
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append({"key": self.headers["Authorization"], **body})
-        change = "s/a - b/a + b/" if "add() is wrong" in json.dumps(body["messages"]) else "s/return/return 1 +/"
-        command = f"sed -i '{change}' shop.py; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-        call = {"id": "c", "type": "function", "function": {"name": "bash", "arguments": json.dumps(
-            {"command": command})}}
-        message = {"role": "assistant", "content": "So.", "tool_calls": [call]}
-        answer = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"], "usage": {
-            "prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-            "choices": [{"index": 0, "finish_reason": "tool_calls", "message": message}]}
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-
-    def log_message(self, *_):
-        pass
+def mends_add(request):
+    """One tool call, which mends `add` and spoils everything else."""
+    change = "s/a - b/a + b/" if "add() is wrong" in json.dumps(request["messages"]) else "s/return/return 1 +/"
+    command = f"sed -i '{change}' shop.py; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+    function = {"name": "bash", "arguments": json.dumps({"command": command})}
+    return {"content": "So.", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
 
 
 def test_a_model_behind_a_url_is_measured(data, tmp_path, capsys, ray_session, monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({
         "run": {"dir": str(tmp_path), "name": "url"}, "evaluation": {"samples": 2, "temperature": 0.5},
         "harness": {"workers": 1, "settings": {"config": "swebench.yaml", "agent": {"step_limit": 3, "cost_limit": 0},
                                                "model": {"model_class": "litellm"}}}}))
     monkeypatch.setenv("MODEL_KEY", "sesame")
-    try:
+    with serving(mends_add) as model:
         done = main(["run", str(data / "data.json"), "--config", str(config), "--checkouts", str(data / "checkouts"),
-                     "-i", "shop__shop-add", "-i", "shop__shop-gap", "--url", f"http://127.0.0.1:{server.server_port}/v1",
-                     "--model", "far", "--key-env", "MODEL_KEY"])
-    finally:
-        server.shutdown()
-        server.server_close()
+                     "-i", "shop__shop-add", "-i", "shop__shop-gap", "--url", model.url, "--model", "far",
+                     "--key-env", "MODEL_KEY"])
     said = capsys.readouterr()
     assert done == 0, said.err
     results = json.loads((tmp_path / "url" / "results.json").read_text())
     passed = {name: [each["passed"] for each in members] for name, members in results["instances"].items()}
     assert passed == {"shop__shop-add": [True, True], "shop__shop-gap": [False, False]}, results["instances"]
     assert results["pass@1"]["mean"] == results["pass@2"]["mean"] == 0.5
-    assert results["model"] == {"name": "far", "url": f"http://127.0.0.1:{server.server_port}/v1"}
+    assert results["model"] == {"name": "far", "url": model.url}
+    assert results["swe_bench"] == {"resolved": 1, "instances": 2, "rate": 0.5}
+    assert results["verdicts"]["unresolved"] == 2 and results["grading"]["by"] == "here"
     assert results["reasons"] == {"passed": 2, "tests_failed": 2} and results["data"]["source"] == "data.json"
-    assert len(Server.asked) == 4 and all(each["model"] == "far" and each["temperature"] == 0.5
-                                          and each["key"] == "Bearer sesame" for each in Server.asked)
+    assert [(each["model"], each["temperature"], each["key"]) for each in model.asked] == [("far", 0.5, "sesame")] * 4
     second = [json.loads(line) for line in (tmp_path / "url" / "predictions-1.jsonl").read_text().splitlines()]
     assert "+    return a + b" in second[0]["model_patch"] and second[0]["model_name_or_path"] == "far"

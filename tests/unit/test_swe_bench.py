@@ -9,7 +9,7 @@ import pytest
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.remote_model import RemoteModel, configured
 from lightning_ray.tasks.swe_bench import load, load_predictions, prediction, task_of
-from lightning_ray.tasks.swe_bench_grading import Outcome, counted, read_log, verdict_of
+from lightning_ray.tasks.swe_bench_grading import Outcome, counted, outcome_of, read_log, verdict_of
 from tests.swe_bench_instances import instance
 
 
@@ -90,6 +90,14 @@ def test_what_the_harness_wrote_is_understood(tmp_path, files, verdict):
         (place / name).write_text(text)
     assert read_log(prediction("o/m", "a", "diff\n"), tmp_path).verdict == verdict
     assert read_log(prediction("o/m", "a", ""), tmp_path).verdict == "empty_patch"
+
+
+@pytest.mark.parametrize(("end", "reason", "verdict"), [
+    ("graded", "passed", "resolved"), ("graded", "timeout", "timeout"), ("infra_failed", "sandbox: gone", "error"),
+    ("harness_failed", "Timeout: after 9 s", "unresolved"),
+])
+def test_rollouts_in_swe_benchs_words(end, reason, verdict):
+    assert outcome_of({"end": end, "reason": reason, "seconds": 1.0}).verdict == verdict
 
 
 def test_what_has_no_prediction_counts_against_swe_benchs_rate():
