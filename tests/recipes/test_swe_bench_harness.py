@@ -84,11 +84,11 @@ def test_both_ways_give_every_prediction_the_same_verdict(data, daemon, tmp_path
 
 def test_a_daemon_that_can_run_nothing_is_named(data, daemon, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DOCKER_HOST", daemon[0])
-    broken = [{**each, "image": "localhost/nowhere:none"} for each in json.loads((data / "data.json").read_text())]
-    (tmp_path / "data.json").write_text(json.dumps(broken))
+    first = json.loads((data / "data.json").read_text())[0]
+    (tmp_path / "data.json").write_text(json.dumps([{**first, "image": "localhost/nowhere:none"}]))
     assert main(["grade", str(tmp_path / "data.json"), "-p", str(data / "predictions.jsonl"), "--out",
                  str(tmp_path / "out"), "--grade", "harness"]) == 2
-    assert "could judge none of 7 patches" in capsys.readouterr().err
+    assert "could judge none of 1 patches" in capsys.readouterr().err
 
 
 def test_an_image_that_is_not_there_is_an_error_and_no_failure(data, daemon, tmp_path, monkeypatch, capsys):
