@@ -87,19 +87,27 @@ def _check_dtype(model_dir: str, config: GeneratorConfig) -> None:
                           f"which this {settings.get('model_type')} has. Take bfloat16")
 
 
-def sampling_params(request: GenerateRequest) -> Any:
-    """vLLM's `SamplingParams`. Text is made only where stop strings ask for it.
+def keeps_seeds(scheduler: Any) -> bool:
+    """Whether requests can have random seeds of their own. `scheduler`: vLLM's `SchedulerConfig`.
 
-    On the CPU requests share the engine's own random stream: a request with a seed of its own kills vLLM 0.32's engine
-    there as soon as its prompt is processed in pieces ("CPU Generator does not use offset").
+    A request with one kills vLLM 0.32's engine on the CPU as soon as its prompt is processed in pieces ("CPU Generator
+    does not use offset"): there it takes `generator.extra: {enable_chunked_prefill: false}`, else requests share the
+    engine's own random stream.
     """
-    from vllm import SamplingParams
     from vllm.platforms import current_platform
+
+    return not (current_platform.is_cpu() and scheduler.enable_chunked_prefill)
+
+
+def sampling_params(request: GenerateRequest, *, seeded: bool) -> Any:
+    """vLLM's `SamplingParams`, with the request's seed where `seeded`. Text is made only where stop strings ask for
+    it."""
+    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         max_tokens=request.max_tokens, temperature=request.temperature,
-        seed=None if current_platform.is_cpu() else request.seed, stop=request.stop or None,
+        seed=request.seed if seeded else None, stop=request.stop or None,
         stop_token_ids=request.stop_token_ids or None, detokenize=bool(request.stop), logprobs=0, flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA, stream_interval=FIRST_AND_LAST, skip_clone=True, **request.params,
     )

@@ -33,7 +33,7 @@ import ray
 
 from lightning_ray.config import GeneratorConfig, PolicyConfig
 from lightning_ray.generator.claims import Ended
-from lightning_ray.generator.engine import rescued_output, sampled_logprobs, sampling_params, start_engine
+from lightning_ray.generator.engine import keeps_seeds, rescued_output, sampled_logprobs, sampling_params, start_engine
 from lightning_ray.generator.publishing import PublishFailed, Publishing
 from lightning_ray.generator.request import GenerateRequest, Generation, Progress, join, versions_of
 
@@ -91,6 +91,7 @@ class GeneratorWorker:
         self._lately = Ended()
         self._open = asyncio.Event()
         self._ended = asyncio.Event()
+        self._seeded = False
         here = ray.get_runtime_context()
         self._restarted = here.was_current_actor_reconstructed
         self._weights = Publishing(version, whole=fixed or not self._restarted)
@@ -119,6 +120,7 @@ class GeneratorWorker:
         self._engine = start_engine(self._model_dir, self._config, self._policy, self._seed)
         await self._engine.update_weight_version(str(self._weights.version))
         await self._connect_transfer()
+        self._seeded = keeps_seeds(self._engine.vllm_config.scheduler_config)
         cache, model = self._engine.vllm_config.cache_config, self._engine.model_config
         self._facts = {
             "start_s": time.monotonic() - started,
@@ -174,7 +176,8 @@ class GeneratorWorker:
         logprobs: list[float] = []
         try:
             prompt = tokens_input(request.prompt_ids, cache_salt=str(self._weights.count))
-            outputs = self._engine.generate(prompt, sampling_params(request), request.request_id)
+            outputs = self._engine.generate(prompt, sampling_params(request, seeded=self._seeded),
+                                            request.request_id)
             flight.with_engine, flight.started = True, False
             async for output in outputs:
                 flight.started = True
