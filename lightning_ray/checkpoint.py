@@ -1,5 +1,6 @@
 """Checkpoints of a run: the policy and its optimizer (written by the learner), the state of the loop, and complete
-groups that wait for a later step.
+groups that wait for a later step. Between checkpoints the state of the loop alone is noted after each step: with the
+recorded rollouts of the steps since, the policy is learned again up to there.
 
 A checkpoint is written beside its final name and renamed when it is complete, so that one that exists can be trusted.
 """
@@ -14,10 +15,11 @@ from pydantic import BaseModel, ConfigDict
 
 from lightning_ray.buffer import Group
 from lightning_ray.config import ConfigError
-from lightning_ray.run_directory import RunDirectory
+from lightning_ray.run_directory import RunDirectory, write_whole
 from lightning_ray.trajectory.archive import group_trajectories, read_rollouts, write_rollouts
 
-CARRIED = "carried.parquet"
+CARRIED = "carried_{:06d}.parquet"
+NOTE = "state.json"
 
 
 class LoopState(BaseModel):
@@ -54,14 +56,27 @@ def save(run: RunDirectory, state: LoopState, save_policy: Callable[[Path], None
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
     save_policy(partial)
-    if carried:
-        members = [member for group in carried for member in group.trajectories]
-        write_rollouts(partial / CARRIED, members, max_tokens=max_tokens)
-    (partial / "state.json").write_text(state.model_dump_json(indent=1))
+    _write_carried(partial, state, carried, max_tokens)
+    (partial / NOTE).write_text(state.model_dump_json(indent=1))
     partial.rename(final)
     for old in run.complete_checkpoints()[:-keep]:
         shutil.rmtree(old)
     return final
+
+
+def note(run: RunDirectory, state: LoopState, *, carried: Sequence[Group] = (), max_tokens: int = 0) -> None:
+    """The step is recorded: a resumed run needs not do it again, but learn from its record. Arguments as for `save`."""
+    _write_carried(run.root, state, carried, max_tokens)
+    write_whole(run.root / NOTE, state.model_dump_json(indent=1))
+    for old in set(run.root.glob("carried_*.parquet")) - {run.root / CARRIED.format(state.step)}:
+        old.unlink()
+
+
+def noted(run: RunDirectory, state: LoopState) -> LoopState:
+    """The state of the last recorded step: a later one than `state`, or `state` itself."""
+    file = run.root / NOTE
+    found = LoopState(**json.loads(file.read_text())) if file.exists() else state
+    return found if found.step > state.step else state
 
 
 def last(run: RunDirectory) -> tuple[Path, LoopState]:
@@ -69,11 +84,21 @@ def last(run: RunDirectory) -> tuple[Path, LoopState]:
     found = run.complete_checkpoints()
     if not found:
         raise ConfigError(f"--resume: {run.root} has no complete checkpoint. Start the run afresh")
-    return found[-1], LoopState(**json.loads((found[-1] / "state.json").read_text()))
+    return found[-1], LoopState(**json.loads((found[-1] / NOTE).read_text()))
 
 
-def carried(checkpoint: Path) -> list[Group]:
-    """The complete groups that were saved with a checkpoint, the oldest start first."""
-    if not (checkpoint / CARRIED).exists():
+def carried(directory: Path, state: LoopState) -> list[Group]:
+    """The complete groups that were saved with a checkpoint or a note (then: the run's directory), the oldest start
+    first."""
+    file = directory / CARRIED.format(state.step)
+    if not file.exists():
         return []
-    return [Group.of(members) for members in group_trajectories(read_rollouts(checkpoint / CARRIED))]
+    return [Group.of(members) for members in group_trajectories(read_rollouts(file))]
+
+
+def _write_carried(directory: Path, state: LoopState, groups: Sequence[Group], max_tokens: int) -> None:
+    file = directory / CARRIED.format(state.step)
+    file.unlink(missing_ok=True)  # of a process that was killed before it noted this step
+    if groups:
+        members = [member for group in groups for member in group.trajectories]
+        write_rollouts(file, members, max_tokens=max_tokens)

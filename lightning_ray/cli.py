@@ -155,6 +155,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
         _say_how_to_go_on(trainer)
         return FAILED
     finally:
+        trainer.stop()
         progress.close()
     return DONE
 

@@ -30,8 +30,8 @@ class RunConfig(Part):
     """Policy updates."""
     seed: int = 0
     checkpoint_every: int = Field(default=20, ge=1)
-    """Steps between checkpoints; the last step always makes one. A run that was killed goes on from the last one: with
-    1 it loses the step in progress at most."""
+    """Steps between checkpoints; the last step always makes one. A resume learns the steps that were recorded since the
+    last one again, from their rollouts: a killed run loses the step in progress at most."""
     checkpoints_kept: int = Field(default=2, ge=1)
     logprob_gap_limit: float = Field(default=0.2, gt=0)
     """The run stops when learner and generator disagree by more than this (mean |Δ log-prob| of a step)."""

@@ -5,6 +5,8 @@
     rollouts/         step_000012.parquet, heldout_000012.parquet: every call of every rollout
     checkpoints/      step_000020/: state.json and policy/, which has the learner's state and is a model directory in
                       Hugging Face format as well (`--policy.path`); a directory that exists is complete
+    state.json        the loop after the last recorded step
+    carried_000012.parquet     complete groups that waited then
     tensorboard/      the same metrics as event files
     learning_curve.png, summary.json     at the end
 

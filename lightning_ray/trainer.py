@@ -5,12 +5,17 @@
 
 `steps` prepares everything, yields after each policy update, evaluates on held-out tasks before and after, writes the
 run directory, and leaves nothing running however it ends. Bad input raises `ConfigError` before anything expensive
-starts; a run that cannot go on raises `RunFailed`.
+starts; a run that cannot go on raises `RunFailed`. In a notebook a run is taken in pieces:
+
+    trainer = Trainer(config)
+    next(trainer.steps())          # one update; rollouts in flight go on until the next
+    trainer.save(); trainer.stop()
+    Trainer(config, resume=trainer.run.root)
 """
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +35,12 @@ from lightning_ray.policy.source import policy_directory
 from lightning_ray.policy_group import PartDied, PolicyGroup
 from lightning_ray.preflight import preflight
 from lightning_ray.ray_session import RaySession
-from lightning_ray.run_directory import RunDirectory
+from lightning_ray.run_directory import STEP_NAME, RunDirectory
 from lightning_ray.statistics import pass_rate
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.source import load_tasks
 from lightning_ray.tasks.stream import TaskStream
+from lightning_ray.trajectory.archive import group_trajectories, trained_rollouts
 from lightning_ray.trajectory.call import Trajectory
 from lightning_ray.trajectory.samples import StepBatch, nothing_trained, step_batch
 
@@ -71,15 +77,33 @@ class Trainer:
         self._resume = resume
         self.run: RunDirectory | None = None
         self.summary: dict[str, Any] | None = None
+        self._running: Iterator[Step] | None = None
 
     def steps(self) -> Iterator[Step]:
-        """Yields after each update until `run.steps` are done."""
+        """Yields after each update until `run.steps` are done. There is one such iterator: whoever leaves it early
+        goes on with it by asking again, or ends the run by `stop`."""
+        if self._running is None:
+            self._running = self._run()
+        return self._running
+
+    def save(self) -> None:
+        """Writes a checkpoint of the last step, as `run.checkpoint_every` does. Between steps only."""
+        checkpoint.save(self.run, self._stand(), self._save_policy,
+                        keep=self.config.run.checkpoints_kept, carried=self.buffer.complete,
+                        max_tokens=self.config.policy.max_context)
+
+    def stop(self) -> None:
+        """Ends all that was started. A resume goes on after the last step; it is quicker after a `save`. Idempotent."""
+        if self._running is not None:
+            self._running.close()
+
+    def _run(self) -> Iterator[Step]:
         try:
             self._prepare()
             self._start()
             if self.state.heldout_before is None:
                 self.state.heldout_before = self.evaluate("before")
-                self._save()
+                self.save()
             while self.state.step < self.config.run.steps:
                 yield self._step()
             self._conclude()
@@ -101,14 +125,15 @@ class Trainer:
             self._restore_from = None
         else:
             self.run = RunDirectory.existing(self._resume)
-            self._restore_from, self.state = checkpoint.last(self.run)
+            self._restore_from, self._restored = checkpoint.last(self.run)
+            self.state = checkpoint.noted(self.run, self._restored)
             self.run.forget_after(self.state.step)
         self._wall_before = self.state.wall_s
         self.stream = TaskStream(splits.train, self.config.run.seed, cursor=self.state.cursor,
                                  requeued=self.state.requeued, set_aside=self.state.set_aside)
         self.records = Records(self.run, self.config)
         self.progress.phase("warming up the policy")
-        self._model_dir = policy_directory(self.config.policy, self.config, self.progress)
+        self.model_dir = policy_directory(self.config.policy, self.config, self.progress)
 
     def _start(self) -> None:
         schedule = self.config.schedule
@@ -116,22 +141,37 @@ class Trainer:
         self.progress.phase("starting Ray")
         self.ray = RaySession.start(self.config)
         self.progress.phase("starting generator and learner")
-        self.policy = PolicyGroup.start(self.config, self._model_dir, total_steps=self.config.run.steps)
+        self.policy = PolicyGroup.start(self.config, self.model_dir, total_steps=self.config.run.steps)
         if self._restore_from is not None:
-            self.policy.load(self._restore_from / "policy", self.state.policy_version)
+            self.policy.load(self._restore_from / "policy", self._restored.policy_version)
+            self._learn_again()
         self.progress.phase("starting proxies and runners")
-        self.fleet = Fleet.start(self.config, self.run, str(self._model_dir), self.policy.generators)
+        self.fleet = Fleet.start(self.config, self.run, str(self.model_dir), self.policy.generators)
         self.buffer = GroupBuffer(groups_per_step=schedule.groups_per_step, groups_in_flight=schedule.groups_in_flight,
                                   max_staleness=schedule.max_staleness, resample=schedule.resample_zero_variance,
                                   stale_limit=schedule.stale_limit, stale_in_a_row=self.state.stale_in_a_row)
         if self._restore_from is not None:
-            self.buffer.restore(checkpoint.carried(self._restore_from))
+            noted = self.state.step > self._restored.step
+            self.buffer.restore(checkpoint.carried(self.run.root if noted else self._restore_from, self.state))
         self._admission = None
         if schedule.admission == "pressure":
             self._admission = Admission(schedule.group_size, schedule.group_size * schedule.groups_in_flight)
             self.fleet.admit(self._admission.limit)
         self._broken_in_a_row = 0
         self._checked = time.monotonic()
+
+    def _learn_again(self) -> None:
+        """The steps that were recorded after the checkpoint, from their rollouts: the same updates (law 9)."""
+        for number in range(self._restored.step + 1, self.state.step + 1):
+            self.progress.phase(f"learning recorded step {number}")
+            recorded = self.run.rollouts / f"{STEP_NAME.format(number)}.parquet"
+            batch = self._batch(group_trajectories(trained_rollouts(recorded)))
+            if batch.samples:
+                self.policy.update(batch.samples)
+        if self.policy.version != self.state.policy_version:
+            raise RunFailed(f"the rollouts recorded since {self._restore_from} make policy version "
+                            f"{self.policy.version}, not {self.state.policy_version}: the record was changed. Remove "
+                            f"{self.run.root / checkpoint.NOTE} to go on from the checkpoint")
 
     # One step.
 
@@ -142,9 +182,7 @@ class Trainer:
         groups, dropped = self._collect()
         generated = time.monotonic()
 
-        batch = step_batch([group.trajectories for group in groups], advantage=self.config.algorithm.advantage,
-                           normalise=self.config.algorithm.normalise, max_tokens=self.config.policy.max_context,
-                           train=self.config.capture.train)
+        batch = self._batch([group.trajectories for group in groups])
         self.progress.phase("learning")
         update = self._update(batch)
 
@@ -156,10 +194,16 @@ class Trainer:
             heldout_pass_rate=heldout["rate"] if heldout else None)
         self.state.tokens_sampled += metrics["tokens_sampled"]
         self.records.step(metrics, groups, dropped, batch.silent)
+        checkpoint.note(self.run, self._stand(), carried=self.buffer.complete,
+                        max_tokens=self.config.policy.max_context)
         self.progress.step(metrics)
         if number % self.config.run.checkpoint_every == 0 or number == self.config.run.steps:
-            self._save()
+            self.save()
         return Step(number, metrics, [member for group in groups for member in group.trajectories])
+
+    def _batch(self, groups: Sequence[Sequence[Trajectory]]) -> StepBatch:
+        return step_batch(groups, advantage=self.config.algorithm.advantage, normalise=self.config.algorithm.normalise,
+                          max_tokens=self.config.policy.max_context, train=self.config.capture.train)
 
     def _collect(self) -> tuple[list[Group], list[Dropped]]:
         """Keeps groups running until enough are complete."""
@@ -285,22 +329,18 @@ class Trainer:
         self.summary = self.records.conclude(self.state, after, self._wall(), self.memory.stop(), self.fleet.facts)
         self.progress.summary(self.run, self.summary)
 
-    def _save(self) -> None:
-        self.state.cursor, self.state.requeued = self.stream.cursor, self._unfinished() + self.stream.requeued
-        self.state.set_aside, self.state.stale_in_a_row = self.stream.set_aside, dict(self.buffer.stale_in_a_row)
-        self.state.wall_s = self._wall()
-        checkpoint.save(self.run, self.state, self._save_policy,
-                        keep=self.config.run.checkpoints_kept, carried=self.buffer.complete,
-                        max_tokens=self.config.policy.max_context)
-
     def _save_policy(self, directory: Path) -> None:
         """For `--resume`, and beside it as a Hugging Face checkpoint, for everything else."""
         self.policy.save(directory / "policy")
         self.policy.export(directory / "policy")
 
-    def _unfinished(self) -> list[str]:
-        """Tasks of groups that still run: a resumed run starts them again."""
-        return [group.task_id for group in self.buffer.held if not group.complete]
+    def _stand(self) -> checkpoint.LoopState:
+        """The state of the loop now. A resumed run starts the groups anew that still run."""
+        unfinished = [group.task_id for group in self.buffer.held if not group.complete]
+        return self.state.model_copy(update={
+            "cursor": self.stream.cursor, "requeued": unfinished + self.stream.requeued,
+            "set_aside": self.stream.set_aside, "stale_in_a_row": dict(self.buffer.stale_in_a_row),
+            "wall_s": self._wall()})
 
     def _wall(self) -> float:
         return self._wall_before + time.monotonic() - self._began

@@ -31,6 +31,12 @@ class Records:
     def step(self, metrics: dict[str, Any], groups: Sequence[Group], dropped: Sequence[Dropped],
              silent: Set[str]) -> None:
         """`silent`: rollouts of `groups` that train nothing, since there is nothing to compare them with."""
+        members = [member for group in groups for member in group.trajectories]
+        why = dict.fromkeys(silent, "zero_variance")
+        for drop in dropped:
+            members += drop.group.trajectories
+            why |= dict.fromkeys(drop.group.rollout_ids, drop.reason)
+        self._rollouts(STEP_NAME.format(metrics["step"]), members, why)
         self.run.append_metrics(metrics)
         for key, value in metrics.items():
             if isinstance(value, int | float):
@@ -38,12 +44,6 @@ class Records:
             elif isinstance(value, dict):
                 for reason, tokens in value.items():
                     self._board.add_scalar(f"{key}/{reason}", tokens, metrics["step"])
-        members = [member for group in groups for member in group.trajectories]
-        why = dict.fromkeys(silent, "zero_variance")
-        for drop in dropped:
-            members += drop.group.trajectories
-            why |= dict.fromkeys(drop.group.rollout_ids, drop.reason)
-        self._rollouts(STEP_NAME.format(metrics["step"]), members, why)
 
     def heldout(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         self._rollouts(f"heldout_{step:06d}", trajectories,

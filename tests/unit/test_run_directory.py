@@ -53,6 +53,25 @@ def test_a_checkpoint_that_broke_off_is_not_trusted(run):
     assert checkpoint.last(run)[1].step == 1
 
 
+def test_the_last_recorded_step_is_known_between_checkpoints(run):
+    save(run, 2)
+    _, state = checkpoint.last(run)
+    assert checkpoint.noted(run, state) == state
+    checkpoint.note(run, LoopState(step=4, cursor=9, requeued=["t"]))
+    assert checkpoint.noted(run, state) == LoopState(step=4, cursor=9, requeued=["t"])
+    save(run, 5)
+    assert checkpoint.noted(run, checkpoint.last(run)[1]).step == 5, "a checkpoint that is newer wins"
+
+
+def test_a_checkpoint_that_is_there_is_not_written_anew(run):
+    save(run, 1)
+
+    def never(path):
+        raise AssertionError("written anew")
+
+    assert checkpoint.save(run, LoopState(step=1), never, keep=1) == run.checkpoint(1)
+
+
 def test_without_a_checkpoint_there_is_nothing_to_resume(run, tmp_path):
     with pytest.raises(ConfigError, match="no complete checkpoint"):
         checkpoint.last(run)
@@ -88,8 +107,15 @@ def test_complete_groups_that_wait_are_kept_with_a_checkpoint_and_go_first(tmp_p
         call = make_call(0, [1, 2], [3, 4], version=3)
         buffer.finish(make_trajectory([call], rollout_id=rollout_id, group_id=rollout_id[0], reward=0.5))
     path = checkpoint.save(run, LoopState(step=1), lambda _: None, keep=1, carried=buffer.complete, max_tokens=9)
+    for step in (1, 2):
+        checkpoint.note(run, LoopState(step=step), carried=buffer.complete, max_tokens=9)
+    assert [each.name for each in run.root.glob("carried_*")] == ["carried_000002.parquet"]
+    noted = [group.group_id for group in checkpoint.carried(run.root, LoopState(step=2))]
+    checkpoint.note(run, LoopState(step=2))
+    assert not list(run.root.glob("carried_*")), "a step that was done again left none"
     resumed = GroupBuffer(groups_per_step=1, groups_in_flight=3, max_staleness=9)
-    resumed.restore(checkpoint.carried(path))
+    resumed.restore(checkpoint.carried(path, LoopState(step=1)))
+    assert noted == [group.group_id for group in resumed.held] == ["b", "c"]
     assert resumed.vacancies == 1, "the group that still ran is started again"
     (group,) = resumed.take()
     assert (group.group_id, group.rollout_ids, group.oldest_version) == ("b", ("b/0", "b/1"), 3)
@@ -99,4 +125,4 @@ def test_complete_groups_that_wait_are_kept_with_a_checkpoint_and_go_first(tmp_p
 
 def test_a_checkpoint_without_waiting_groups_has_none(tmp_path):
     run = RunDirectory.create(Config(run={"dir": tmp_path}))
-    assert checkpoint.carried(checkpoint.save(run, LoopState(step=1), lambda _: None, keep=1)) == []
+    assert checkpoint.carried(checkpoint.save(run, LoopState(step=1), lambda _: None, keep=1), LoopState(step=1)) == []
