@@ -28,8 +28,7 @@ from lightning_ray.harness.rollouts import Rollouts
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
 from lightning_ray.sandbox import backend, network
-from lightning_ray.sandbox.backend import Backend
-from lightning_ray.sandbox.base import Limits, Sandbox, SandboxSpec
+from lightning_ray.sandbox.base import Backend, Limits, Sandbox, SandboxSpec
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.workspaces import Workspaces
 from lightning_ray.trajectory.call import Call

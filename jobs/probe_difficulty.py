@@ -26,8 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_ray import remote_model
 from lightning_ray.cli import naming_policy, separate_overrides
 from lightning_ray.config import Config, ConfigError
-from lightning_ray.evaluation import Evaluation, NothingJudged, model_digest
+from lightning_ray.evaluation import Evaluation, NothingJudged
 from lightning_ray.observe.progress import LineProgress
+from lightning_ray.policy.directory import model_digest
 from lightning_ray.preflight import preflight
 from lightning_ray.run_directory import write_whole
 from lightning_ray.tasks import difficulty

@@ -27,7 +27,8 @@ from lightning_ray.generator.worker import GeneratorWorker
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.observe.progress import Progress
 from lightning_ray.observe.records import versions
-from lightning_ray.policy.source import model_digest, policy_directory
+from lightning_ray.policy.directory import model_digest
+from lightning_ray.policy.source import policy_directory
 from lightning_ray.preflight import preflight
 from lightning_ray.ray_session import RaySession
 from lightning_ray.remote_model import RemoteFleet, RemoteModel, configured

@@ -34,8 +34,7 @@ from lightning_ray.policy.source import check_policy
 from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.ray_session import RaySession
 from lightning_ray.sandbox import backend
-from lightning_ray.sandbox.backend import Backend
-from lightning_ray.sandbox.base import SandboxUnavailable
+from lightning_ray.sandbox.base import Backend, SandboxUnavailable
 from lightning_ray.tasks import files, one_line_bugs
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.workspaces import Workspaces

@@ -22,7 +22,7 @@ from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.harness.stages import Attempt, Failure
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
 from lightning_ray.sandbox import backend, limits
-from lightning_ray.sandbox.backend import Backend
+from lightning_ray.sandbox.base import Backend
 from lightning_ray.tasks.workspaces import Workspaces
 from lightning_ray.trajectory.call import Call, Trajectory
 

@@ -1,14 +1,11 @@
 """Where the policy comes from: a model directory, or a tiny one that is made on the spot."""
 
-import hashlib
 import json
 from pathlib import Path
 
 from lightning_ray.config import Config, ConfigError, PolicyConfig
 from lightning_ray.observe.progress import Progress
-
-HASHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-"""Files of a model directory that decide what it says."""
+from lightning_ray.policy.directory import check_directory
 
 
 def check_policy(config: PolicyConfig) -> None:
@@ -16,29 +13,16 @@ def check_policy(config: PolicyConfig) -> None:
     if config.chat_template is not None and not config.chat_template.expanduser().is_file():
         raise ConfigError(f"policy.chat_template: there is no file {config.chat_template}. Give a Jinja template file")
     if config.warm_start is not None and config.warm_start.model is not None:
-        _check_directory("policy.warm_start.model", config.warm_start.model)
+        check_directory("policy.warm_start.model", config.warm_start.model)
     if config.path is None:
         return
     path = config.path.expanduser()
-    _check_directory("policy.path", path)
+    check_directory("policy.path", path)
     tokenizer = path / "tokenizer_config.json"
     has_template = (path / "chat_template.jinja").is_file() or json.loads(tokenizer.read_text()).get("chat_template")
     if not has_template and config.chat_template is None:
         raise ConfigError(f"policy.path: the tokenizer in {config.path} has no chat template. Give one with "
                           "policy.chat_template FILE")
-
-
-def _check_directory(field: str, path: Path) -> None:
-    path = path.expanduser()
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{field}: {path} is no model directory (it has no config.json). Give a directory in Hugging "
-                          "Face format")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"{field}: {path} holds no weights (*.safetensors). Save the model with save_pretrained "
-                          "first")
-    if not (path / "tokenizer_config.json").is_file():
-        raise ConfigError(f"{field}: {path} has no tokenizer (tokenizer_config.json). Save the tokenizer beside the "
-                          "model")
 
 
 def policy_directory(config: PolicyConfig, run: Config, progress: Progress) -> Path:
@@ -48,12 +32,3 @@ def policy_directory(config: PolicyConfig, run: Config, progress: Progress) -> P
     from lightning_ray.policy.warm_start import make_policy
 
     return make_policy(config.warm_start, run.harness.settings, progress.warm_up)
-
-
-def model_digest(directory: Path) -> str:
-    """SHA-256 over names and contents of the model's files."""
-    total = hashlib.sha256()
-    for path in sorted({path for pattern in HASHED for path in directory.glob(pattern)}):
-        with path.open("rb") as file:
-            total.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return total.hexdigest()

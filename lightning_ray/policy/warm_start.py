@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from lightning_ray.config import ConfigError, WarmStartConfig
 from lightning_ray.policy import chat_template, demonstrations, tiny
-from lightning_ray.policy.source import model_digest
+from lightning_ray.policy.directory import model_digest
 from lightning_ray.tasks import one_line_bugs
 
 Progress = Callable[[int, int, float], None]

@@ -10,31 +10,14 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ray.config import SandboxConfig
 from lightning_ray.sandbox import bubblewrap, filesystem, limits, overlay, probe, seccomp, uids
-from lightning_ray.sandbox.base import Sandbox, SandboxError, SandboxSpec, SandboxUnavailable
+from lightning_ray.sandbox.base import Backend, SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.bubblewrap import Bubblewrap
 from lightning_ray.sandbox.unconfined import Unconfined
-
-
-@dataclass(frozen=True)
-class Backend:
-    """How to make a sandbox, and what it is, for the run's record."""
-
-    make: Callable[[SandboxSpec], Sandbox]
-    report: dict[str, Any]
-    janitor: Callable[[], list[str]] = limits.janitor
-    """Removes what dead runs left, and names each thing removed."""
-    checkout: Callable[[str, Path], None] | None = None
-    """Copies the checkout that a container image has into a directory; None where images are not at hand."""
-    close: Callable[[], None] = lambda: None
-    """Ends what the backend itself holds. Idempotent."""
-    starts_at_once: int = 8
-    """Sandboxes of one runner that may be coming up at the same time."""
 
 
 def choose(config: SandboxConfig, run: str = "run") -> Backend:
@@ -51,8 +34,8 @@ def _container(config: SandboxConfig) -> Backend:
     from lightning_ray.sandbox.container import Containers, daemon  # its client library takes 0.2 s to import
 
     containers = Containers(config)
-    return Backend(containers.make, containers.report(), lambda: limits.janitor() + daemon.janitor(),
-                   containers.images.checkout, containers.close)
+    return Backend(make=containers.make, report=containers.report(), checkout=containers.images.checkout,
+                   janitor=lambda: limits.janitor() + daemon.janitor(), close=containers.close)
 
 
 def _bubblewrap(config: SandboxConfig) -> Backend:
@@ -71,10 +54,10 @@ def _bubblewrap(config: SandboxConfig) -> Backend:
         reason = f"no sandbox can be started: {error}{remedy(namespace_facts())}"
         if not config.allow_unsafe:
             raise SandboxUnavailable(reason) from error
-        return Backend(Unconfined, unconfined_report(reason))
+        return Backend(make=Unconfined, report=unconfined_report(reason), janitor=limits.janitor)
     if faults and not config.allow_unsafe:
         raise SandboxUnavailable("the sandbox does not isolate: " + "; ".join(faults))
-    return Backend(make, report(without, faults))
+    return Backend(make=make, report=report(without, faults), janitor=limits.janitor)
 
 
 def check(config: SandboxConfig) -> None:

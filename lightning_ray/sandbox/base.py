@@ -8,7 +8,7 @@ and reaches nothing but the proxy endpoint that it was given. `stop` is idempote
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 WORKSPACE = "/testbed"
 """Where the workspace lies inside every sandbox."""
@@ -120,3 +120,20 @@ class Sandbox(Protocol):
 
     async def stop(self) -> None:
         """Kill and remove everything. Idempotent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One way to have sandboxes, checked on this machine or cluster (`backend.choose`)."""
+
+    make: Callable[[SandboxSpec], Sandbox]
+    report: dict[str, Any]
+    """What the sandboxes are, for the run's record."""
+    janitor: Callable[[], list[str]]
+    """Removes what dead runs left, and names each thing removed."""
+    checkout: Callable[[str, Path], None] | None = None
+    """Copies the checkout that a container image has into a directory; None where images are not at hand."""
+    close: Callable[[], None] = lambda: None
+    """Ends what the backend itself holds. Idempotent."""
+    starts_at_once: int = 8
+    """Sandboxes of one runner that may be coming up at the same time."""

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_ray.cli import main
 from lightning_ray.evaluation import NothingJudged, scores
-from lightning_ray.policy.source import model_digest
+from lightning_ray.policy.directory import model_digest
 from lightning_ray.tasks.swe_bench import prediction
 from lightning_ray.trajectory.call import Call, Trajectory
 

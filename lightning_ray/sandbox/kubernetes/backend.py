@@ -16,8 +16,7 @@ from kubernetes.client import Configuration
 
 from lightning_ray.config import SandboxConfig
 from lightning_ray.sandbox import pack, probe
-from lightning_ray.sandbox.backend import Backend
-from lightning_ray.sandbox.base import Limits, SandboxError, SandboxSpec, SandboxUnavailable
+from lightning_ray.sandbox.base import Backend, Limits, SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.kubernetes.cluster import Cluster
 from lightning_ray.sandbox.kubernetes.sandbox import KubernetesSandbox
 
@@ -63,7 +62,7 @@ def open_backend(config: SandboxConfig, run: str, configuration: Configuration |
         raise SandboxUnavailable("the sandbox does not isolate: " + "; ".join(wrong))
     report: dict[str, Any] = {"backend": "kubernetes", "namespace": cluster.namespace, "image": config.image, **REPORT}
     report |= {key: value for key, value in (("unsafe", wrong), ("removed", left)) if value}
-    return Backend(functools.partial(KubernetesSandbox, cluster), report, janitor=cluster.sweep,
+    return Backend(make=functools.partial(KubernetesSandbox, cluster), report=report, janitor=cluster.sweep,
                    checkout=functools.partial(checkout, cluster), close=cluster.close, starts_at_once=STARTS_AT_ONCE)
 
 

@@ -13,7 +13,6 @@ import json
 import logging
 import secrets
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ import urllib3
 from kubernetes import client, config, watch
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
 
 from lightning_ray.config import SandboxConfig
 from lightning_ray.sandbox.base import SandboxError, SandboxSpec, SandboxUnavailable
@@ -261,16 +261,13 @@ class Cluster:
 
     def _ask(self, method: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         """One request, repeated where that may help. `SandboxError` says what was asked and why it failed."""
-        for number in range(TRIES):
-            try:
-                return method(*arguments, _request_timeout=TIMEOUT_S, **more)
-            except (ApiException, urllib3.exceptions.HTTPError) as error:
-                status = getattr(error, "status", 0) or 0
-                if status not in LATER or number == TRIES - 1:
-                    kind = {404: Gone, 409: Exists}.get(status, SandboxError)
-                    raise kind(f"{method.__name__}: {_said(error)}") from error
-                time.sleep(_pause(error, number))
-        raise AssertionError("unreachable")
+        requests = Retrying(retry=retry_if_exception(_may_pass), stop=stop_after_attempt(TRIES), wait=_pause,
+                            reraise=True)
+        try:
+            return requests(method, *arguments, _request_timeout=TIMEOUT_S, **more)
+        except (ApiException, urllib3.exceptions.HTTPError) as error:
+            kind = {404: Gone, 409: Exists}.get(_status(error), SandboxError)
+            raise kind(f"{method.__name__}: {_said(error)}") from error
 
 
 class Exists(SandboxError):
@@ -281,10 +278,20 @@ class Gone(SandboxError):
     """There is no such object."""
 
 
-def _pause(error: Exception, number: int) -> float:
+def _status(error: BaseException) -> int:
+    """0 where no answer came."""
+    return getattr(error, "status", 0) or 0
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, ApiException | urllib3.exceptions.HTTPError) and _status(error) in LATER
+
+
+def _pause(request: RetryCallState) -> float:
     """Seconds before a request is sent again: what the server says, else longer each time."""
+    error = request.outcome.exception()
     asked = (getattr(error, "headers", None) or {}).get("Retry-After", "")
-    return float(asked) if asked.isdigit() else FIRST_PAUSE_S * 2**number
+    return float(asked) if asked.isdigit() else FIRST_PAUSE_S * 2 ** (request.attempt_number - 1)
 
 
 def _said(error: Exception) -> str:
