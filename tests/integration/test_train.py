@@ -59,7 +59,6 @@ def test_a_run_leaves_the_whole_record(trained):
     assert list((run / "tensorboard").iterdir())
     check_policy(PolicyConfig(path=run / "checkpoints" / "step_000002" / "policy"))
     assert "held-out pass rate" in done.stdout and str(run) in done.stdout
-    assert "core_worker" not in done.stdout + done.stderr  # Ray has nothing to say about how actors are made
 
 
 def test_law1_holds_in_every_step_of_a_real_run(trained):
