@@ -9,6 +9,7 @@ import ray
 import torch
 
 from lightning_ray.config import AlgorithmConfig
+from lightning_ray.learner.batch import whole_versions
 from lightning_ray.learner.buckets import plan
 from lightning_ray.learner.optimizer import learning_rate
 from lightning_ray.learner.worker import LearnerWorker
@@ -135,7 +136,7 @@ def test_logprobs_and_gap_are_those_of_the_weights_before_the_step(models: dict[
         wanted = plain.logprobs(sample).detach().numpy()
         np.testing.assert_allclose(found[sample.loss_mask], wanted, rtol=1e-4, atol=1e-5)
         assert not found[~sample.loss_mask].any()
-        fresh = sample.versions[sample.loss_mask] == 1
+        fresh = whole_versions(sample.versions)[sample.loss_mask] == 1
         gaps.append(np.abs(wanted - sample.logprobs[sample.loss_mask])[fresh])
     gaps = np.concatenate(gaps)
     metrics = learner.step(samples, version=1)
