@@ -1,6 +1,6 @@
 """The harnesses of the suite: how each is installed, how it is told its endpoint, and in which words the scripted
 policy speaks to it. `{bin}` is the directory of its programs, the other placeholders are those of `harness.command` in
-a configuration (`lightning_ray/config.py`).
+a configuration (`lightning_ray/config/`).
 """
 
 from collections.abc import Callable

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import yaml
 
 from lightning_ray.config import SandboxConfig
+from lightning_ray.config.reading import ConfigError, merged
 from lightning_ray.sandbox.base import WORKSPACE, SandboxSpec
 from lightning_ray.sandbox.filesystem import PERSONAL, USER
-from lightning_ray.settings import ConfigError, merged
 
 CONTAINER = "sandbox"
 COPIER = "copier"

@@ -1,6 +1,6 @@
 """How settings are read: YAML files, dotted overrides, and faults explained as field, value, remedy.
 
-Which settings there are is `config.py`.
+Which settings there are is in the files beside this one.
 """
 
 import difflib
