@@ -24,10 +24,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_ray import remote_model
 from lightning_ray.cli import naming_policy, separate_overrides
 from lightning_ray.config import Config, ConfigError
-from lightning_ray.evaluation import Evaluation, NothingJudged, predictions_file, scores
+from lightning_ray.evaluation import remote_model
+from lightning_ray.evaluation.measure import Evaluation, NothingJudged, predictions_file, scores
 from lightning_ray.observe.progress import LineProgress
 from lightning_ray.observe.records import versions
 from lightning_ray.run_directory import write_whole

@@ -23,10 +23,10 @@ import pyarrow.parquet
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lightning_ray import remote_model
 from lightning_ray.cli import naming_policy, separate_overrides
 from lightning_ray.config import Config, ConfigError
-from lightning_ray.evaluation import Evaluation, NothingJudged
+from lightning_ray.evaluation import remote_model
+from lightning_ray.evaluation.measure import Evaluation, NothingJudged
 from lightning_ray.observe.progress import LineProgress
 from lightning_ray.policy.directory import model_digest
 from lightning_ray.preflight import preflight

@@ -194,7 +194,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
     from rich.console import Console
 
-    from lightning_ray.evaluation import Evaluation, NothingJudged, lines
+    from lightning_ray.evaluation.measure import Evaluation, NothingJudged, lines
     from lightning_ray.observe.progress import LineProgress
 
     console = Console(highlight=False, soft_wrap=True)
@@ -213,7 +213,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _compare(options: argparse.Namespace, overrides: list[str]) -> int:
-    from lightning_ray.evaluation import compare_files
+    from lightning_ray.evaluation.measure import compare_files
 
     if overrides:
         raise ConfigError(f"compare: {overrides[0]!r} is not understood. See lightning-ray compare --help")

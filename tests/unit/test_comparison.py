@@ -6,9 +6,9 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from lightning_ray.bill import bill, tokens_cached
-from lightning_ray.comparison import compare, mcnemar_exact, mean_with_interval, pass_at_k
 from lightning_ray.config import PricesConfig
+from lightning_ray.evaluation.bill import bill, tokens_cached
+from lightning_ray.evaluation.comparison import compare, mcnemar_exact, mean_with_interval, pass_at_k
 from lightning_ray.trajectory.call import Call, Trajectory
 
 

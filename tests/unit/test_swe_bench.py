@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from lightning_ray.config import Config, ConfigError
-from lightning_ray.remote_model import RemoteModel, configured
+from lightning_ray.evaluation.remote_model import RemoteModel, configured
 from lightning_ray.tasks.swe_bench import load, load_predictions, prediction, task_of
 from lightning_ray.tasks.swe_bench_grading import Outcome, counted, outcome_of, read_log, verdict_of
 from tests.swe_bench_instances import instance
