@@ -26,7 +26,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import ray
@@ -350,7 +350,11 @@ class GeneratorWorker:
             print(f"generator: the engine that serves {self._model_dir} died", file=sys.stderr, flush=True)
             self._open.clear()
             self._ended.set()
-            self._loop.call_later(HAND_OVER_S, os._exit, 1)
+            self._loop.call_later(HAND_OVER_S, self._exit)
+
+    def _exit(self) -> NoReturn:
+        shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
+        os._exit(1)
 
     def _check_weights(self) -> None:
         if self._restarted and not self._fixed and not self._weights.count:
