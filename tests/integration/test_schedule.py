@@ -73,7 +73,9 @@ def parts(settings_for, policy_group, tiny_model_dir):
     """Trainers use these, whatever their settings."""
     config = settings_for("fleet", ["quick"])
     fleet = Fleet.start(config, RunDirectory.create(config), str(tiny_model_dir), policy_group.generators)
-    always = Path(config.harness.settings["versions"], "1000000")
+    versions = Path(config.harness.settings["versions"])
+    (versions / str(policy_group.version)).touch()  # other tests may have updated it: rollouts count from here
+    always = versions / "1000000"
 
     def let_all_end():
         always.touch()

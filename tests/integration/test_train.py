@@ -97,8 +97,10 @@ def test_a_run_can_be_resumed(trained):
 
 
 def test_ctrl_c_keeps_the_checkpoint_and_leaves_no_process(tmp_path):
-    process = subprocess.Popen(command(QUICKSTART, *small(tmp_path, run__steps=500)), stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command(QUICKSTART, *small(tmp_path, run__steps=500)), text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's background jobs ignore it
     metrics = tmp_path / "small" / "metrics.jsonl"
     deadline = time.monotonic() + 400
     while not (metrics.exists() and metrics.read_text()):
