@@ -25,7 +25,6 @@ from lightning_ray import checkpoint
 from lightning_ray.admission import Admission, Pressure
 from lightning_ray.buffer import Dropped, Group, GroupBuffer
 from lightning_ray.config import Config
-from lightning_ray.evaluation.statistics import pass_rate
 from lightning_ray.fleet import Fleet, RunnersGone
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.observe.memory import PeakMemory
@@ -37,6 +36,7 @@ from lightning_ray.policy_group import PartDied, PolicyGroup
 from lightning_ray.preflight import preflight
 from lightning_ray.ray_session import RaySession
 from lightning_ray.run_directory import STEP_NAME, RunDirectory
+from lightning_ray.statistics import pass_rate
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.source import load_tasks
 from lightning_ray.tasks.stream import TaskStream

@@ -23,7 +23,6 @@ from lightning_ray.config import Config, ConfigError
 from lightning_ray.evaluation.bill import bill
 from lightning_ray.evaluation.comparison import compare, mean_with_interval, pass_at_k
 from lightning_ray.evaluation.remote_model import RemoteFleet, RemoteModel, configured
-from lightning_ray.evaluation.statistics import pass_rate
 from lightning_ray.fleet import Fleet
 from lightning_ray.generator.worker import GeneratorWorker
 from lightning_ray.harness.spec import RolloutSpec
@@ -34,6 +33,7 @@ from lightning_ray.policy.source import policy_directory
 from lightning_ray.preflight import preflight
 from lightning_ray.ray_session import RaySession
 from lightning_ray.run_directory import RunDirectory, write_whole
+from lightning_ray.statistics import pass_rate
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.source import load_tasks
 from lightning_ray.tasks.swe_bench import prediction

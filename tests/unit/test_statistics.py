@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ray.evaluation.statistics import pass_rate
+from lightning_ray.statistics import pass_rate
 
 
 def test_known_values():
