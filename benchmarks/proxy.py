@@ -3,7 +3,7 @@
     python benchmarks/proxy.py                       # the table: 1, 64, 1,024 and 4,096 connections, two prompt lengths
     python benchmarks/proxy.py --against http://127.0.0.1:8000/v1    # the same load on another proxy, and the ratio
     python benchmarks/proxy.py --upstream 8100       # serves what another proxy can be put in front of
-    python benchmarks/proxy.py --json                # all figures as one JSON object, for scripts
+    python benchmarks/proxy.py --json FILE           # all figures as one JSON object, too
 
 Each request of a connection repeats a conversation of twelve messages whose last one is new, as an agent's next call
 does: the last twelfth of the prompt is tokenised each time. The engine is a fake one that answers at once, so that
@@ -350,7 +350,7 @@ def main() -> None:
     arguments.add_argument("--tokens", type=int, nargs="*", default=[1000, 32000])
     arguments.add_argument("--seconds", type=float, default=10)
     arguments.add_argument("--turns", type=int, default=100)
-    arguments.add_argument("--json", action="store_true", help="print all figures as one JSON object")
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
     arguments.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     allow_descriptors()
@@ -359,7 +359,7 @@ def main() -> None:
 
         uvloop.run(serve(options.serve) if options.serve else serve_bare(options.upstream))
         return
-    say = partial(print, flush=True) if not options.json else lambda *words: None
+    say = partial(print, flush=True)
     say(f"{os.cpu_count()} cores; {ANSWER_TOKENS} tokens an answer; {options.seconds:g} s each\n")
     say("tokens  connections  bare/s  requests/s  CPU ms   p50 ms   p99 ms  added p50  added p99  peak MB  failed"
         + ("  other/s  other p99  failed  ratio" if options.against else ""))
@@ -377,7 +377,7 @@ def main() -> None:
         marks = [turn for turn in (1, 10, 25, 50, 75, 100) if turn <= len(costs)]
         say("\ncost of a call by turn: " + ", ".join(f"{turn}: {median_around(costs, turn):.2f} ms" for turn in marks))
     if options.json:
-        print(json.dumps(figures))
+        options.json.write_text(json.dumps(figures, indent=1))
 
 
 def median_around(costs: list[float], turn: int) -> float:
