@@ -3,13 +3,13 @@
 #
 #     tests/make_image.sh OUT.tar [MIRROR]
 #
-# Needs root, debootstrap and a Debian mirror; takes one to two minutes and 450 MB below the directory of OUT.tar meanwhile.
+# Needs root, debootstrap and a Debian mirror (debootstrap's own, unless one is given); takes one to two minutes and 450 MB
+# below the directory of OUT.tar meanwhile.
 set -eu
 out=$(realpath "$1")
-mirror=${2:-http://deb.debian.org/debian}
 work=$(mktemp -d "$(dirname "$out")/.image-XXXXXX")
 trap 'rm -rf "$work"' EXIT
-debootstrap --variant=minbase --include=git,python3,procps,iproute2 bookworm "$work/root" "$mirror" >"$work/log" 2>&1 || {
+debootstrap --variant=minbase --include=git,python3,procps,iproute2 bookworm "$work/root" ${2:+"$2"} >"$work/log" 2>&1 || {
     tail -n 3 "$work/log" >&2
     exit 1
 }

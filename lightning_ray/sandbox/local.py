@@ -4,6 +4,7 @@ block, and a bash inside is driven through pipes in between (`shell.py`).
 
 import asyncio
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Running:
         os.close(self.process)
 
 
-class Local(Commands):
+class Local(Commands, ABC):
     """See `base.Sandbox`. Belongs to the event loop that started it."""
 
     _workspace = WORKSPACE
@@ -54,13 +55,13 @@ class Local(Commands):
         self._stopped = False
         self._ending: asyncio.Task[None] | None = None
 
+    @abstractmethod
     async def _launcher(self) -> Callable[[], Running]:
         """What starts the processes, in a thread. It raises `SandboxError` and leaves nothing then."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end(self, running: Running) -> None:
         """Kill all of it and wait until it is gone (in a thread). What `Running` itself has stays open."""
-        raise NotImplementedError
 
     @property
     def pid(self) -> int:
