@@ -43,7 +43,7 @@ def policy_config(tiny_model_dir):
         policy={"path": tiny_model_dir, "max_context": 1024}, sampling={"temperature": TEMPERATURE},
         generator={"dtype": "float32", "max_num_seqs": 32,
                    "extra": {"kv_cache_memory_bytes": 128 << 20, "enable_chunked_prefill": False}},
-        learner={"lr": 1e-2, "warmup_steps": 0, "threads": 1},
+        learner={"lr": 1e-3, "warmup_steps": 0, "threads": 1},
     )
 
 

@@ -46,9 +46,10 @@ def group(policy_group, request_for):
     return policy_group
 
 
-def greedy(group, request_for, length=12) -> list[int]:
+def greedy(group, request_for, length=12) -> list[tuple[int, float]]:
+    """What the generator samples at temperature 0, each token with its log-probability: the tokens alone need not change."""
     answer = ray.get(group.generators[0].generate.remote(request_for(PROMPT, length, 0.0)))
-    return answer.token_ids.tolist()
+    return list(zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True))
 
 
 def test_an_update_is_learned_published_and_verified(group, request_for):
