@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 LOCK   := .ci/cpu.lock
 READY  := $(VENV)/.ready
 
-.PHONY: quickstart laptop test test-harnesses test-architectures test-recipes lint lock clean
+.PHONY: quickstart laptop test test-slow lint lock clean
 
 quickstart: $(READY)
 	@$(BIN)/lightning-ray train jobs/quickstart.yaml
@@ -19,14 +19,9 @@ test: $(READY)
 	@$(BIN)/ruff check lightning_ray jobs tests benchmarks
 	@$(BIN)/python -m pytest
 
-test-harnesses: $(READY)
-	@$(BIN)/python -m pytest tests/harnesses -m harnesses
-
-test-architectures: $(READY)
-	@$(BIN)/python -m pytest tests/integration/test_architectures.py -m architectures
-
-test-recipes: $(READY)
-	@$(BIN)/python -m pytest tests/recipes -m recipes
+# What takes minutes or installs programs: every harness, recipe and architecture, or a part: TESTS=tests/harnesses
+test-slow: $(READY)
+	@$(BIN)/python -m pytest -m "slow and not gpu" $(TESTS)
 
 lint: $(READY)
 	@$(BIN)/ruff check lightning_ray jobs tests benchmarks

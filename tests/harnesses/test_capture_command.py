@@ -11,7 +11,7 @@ from lightning_ray.cli import DONE
 from tests.integration.test_capture import HARNESS
 from tests.tiny_models import tiny_model
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("place", [[], ["--no-sandbox"]], ids=["sandbox", "no-sandbox"])

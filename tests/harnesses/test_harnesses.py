@@ -1,4 +1,4 @@
-"""`make test-harnesses`: each harness is installed in a place of its own, unchanged, and run as a command harness in
+"""`make test-slow`: each harness is installed in a place of its own, unchanged, and run as a command harness in
 the sandbox, through the real proxy, until a small bug is fixed and graded. A harness that this machine cannot install
 is skipped, with the reason.
 """
@@ -19,7 +19,7 @@ from tests.harnesses.policy import Script
 from tests.harnesses.table import ENTRIES
 from tests.unit.proxy_parts import InProcess, codec_of, proxy_of
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 CONTEXT = 131_072
 """Of tokens that are shorter than a real vocabulary's: a system prompt of 20,000 tokens is 50,000 here."""

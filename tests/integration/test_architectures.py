@@ -1,5 +1,5 @@
 """Learner and generator agree after updates, for each architecture: the log-probs that vLLM recorded are those that the
-learner computes. One engine each, so not part of `make test` (`make test-architectures`)."""
+learner computes. One engine each, so not part of `make test` (`make test-slow`)."""
 
 import pytest
 import ray
@@ -11,7 +11,7 @@ from tests.integration.conftest import TEMPERATURE
 from tests.integration.test_policy_group import sampled
 from tests.tiny_models import tiny_model
 
-pytestmark = [pytest.mark.architectures, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 DTYPES = {"qwen3_5": "bfloat16", "llama": "float32", "qwen3": "float32"}
 """Of the generator: vLLM's gated delta nets compute in bfloat16 on the CPU."""

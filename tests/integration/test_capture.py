@@ -1,5 +1,5 @@
 """What `lightning-ray capture` runs and reports: a harness in a real sandbox or without, through the real proxy. The
-engine is scripted here; with a real one the command runs in `make test-harnesses`.
+engine is scripted here; with a real one the command runs in `make test-slow`.
 """
 
 import json

@@ -13,7 +13,7 @@ from lightning_ray.trajectory.archive import read_rollouts
 from tests.recipes.policy import STATEMENT, make_policy
 from tests.swe_bench_instances import checkout, instance
 
-pytestmark = [pytest.mark.recipes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RECIPE = Path(__file__).parents[2] / "jobs" / "swe_qwen3_5_9b.yaml"
 SHOP = "def total(a, b):\n    return a - b\n"
 BUG = """\

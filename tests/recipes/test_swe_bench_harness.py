@@ -12,7 +12,7 @@ from tests.podman import Missing, service
 from tests.swe_bench_instances import checkout, instance, predictions
 
 docker = pytest.importorskip("docker")
-pytestmark = [pytest.mark.recipes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TIMEOUT_S = "10"
 
 

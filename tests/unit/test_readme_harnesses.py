@@ -1,4 +1,4 @@
-"""The entries of the README's "Bring your harness" are those that `make test-harnesses` runs."""
+"""The entries of the README's "Bring your harness" are those that `make test-slow` runs."""
 
 import re
 from pathlib import Path
