@@ -47,7 +47,7 @@ def group(policy_group, request_for):
 
 
 def greedy(group, request_for, length=12) -> list[tuple[int, float]]:
-    """What the generator samples at temperature 0, each token with its log-probability: the tokens alone need not change."""
+    """What the generator samples at temperature 0, each token with its log-prob: the tokens alone need not change."""
     answer = ray.get(group.generators[0].generate.remote(request_for(PROMPT, length, 0.0)))
     return list(zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True))
 
