@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,7 +16,7 @@ from lightning_ray.config import Config, ConfigError, PolicyConfig, WarmStartCon
 from lightning_ray.policy import chat_template, tiny, warm_start
 from lightning_ray.policy.chat_template import ANSWER_START
 from lightning_ray.policy.demonstrations import Conversation, demonstrations, random_choice, segments, steps
-from lightning_ray.policy.source import check_policy
+from lightning_ray.policy.source import check_policy, return_freed_memory
 from lightning_ray.tasks.one_line_bugs import OPERATORS, WORDS, instances
 from tests.tiny_models import tiny_model
 
@@ -225,3 +226,13 @@ def test_settings_that_demonstrations_cannot_follow_are_bad_input(part, change, 
     changed = {key: value for key, value in (SETTINGS[part] | change).items() if value is not None}
     with pytest.raises(ConfigError, match=named):
         next(demonstrations(SETTINGS | {part: changed}, 0))
+
+
+def test_what_a_warm_up_freed_goes_back_to_the_system():
+    """In pieces below glibc's limit for mappings of their own, under one that is still in use: as parameters are."""
+    pieces = [bytearray(100_000) for _ in range(3000)]
+    last = bytearray(100_000)
+    del pieces
+    held = psutil.Process().memory_info().rss
+    return_freed_memory()
+    assert held - psutil.Process().memory_info().rss > 200_000_000 and len(last)
