@@ -76,7 +76,7 @@ class NoProxy:
         self._listeners: dict[str, socket.socket] = {}
 
     async def open(self, rollout: OpenRollout) -> Endpoint:
-        return Endpoint("http://127.0.0.1:9", "")
+        return Endpoint("http://127.0.0.1:9")
 
     async def listen(self, rollout_id: str, pid: int, port: int) -> None:
         self._listeners[rollout_id] = await asyncio.to_thread(network.listen_inside, pid, port)

@@ -77,7 +77,7 @@ class RemoteEndpoint:
     """What a runner takes for its proxy."""
 
     def __init__(self, remote: RemoteModel) -> None:
-        self._endpoint = Endpoint(remote.base_url, token="", api_key=remote.api_key)
+        self._endpoint = Endpoint(remote.base_url, remote.api_key)
 
     async def open(self, rollout: OpenRollout) -> Endpoint:
         return self._endpoint

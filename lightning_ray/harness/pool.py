@@ -33,7 +33,6 @@ START_TIMEOUT_S = 180.0
 START_ATTEMPTS = 3
 """Starts in a row that may fail before the pool gives up."""
 CANCEL_GRACE_S = 20.0
-STOP_GRACE_S = 5.0
 TAIL_BYTES = 8000
 """How much of a process's last output is kept for the message about its death."""
 

@@ -6,7 +6,7 @@ asks the runner, which runs the command in the rollout's sandbox. Messages (`har
 
     to the worker    run {rollout, task, base_url, api_key, model, settings}, cancel {rollout},
                      executed {rollout, exec, output, returncode, timed_out} or {rollout, exec, error}
-    to the runner    ready {import_s}, failed {detail}, exec {rollout, exec, command, cwd, timeout, env},
+    to the runner    ready {}, failed {detail}, exec {rollout, exec, command, cwd, timeout, env},
                      result {rollout, exit_status, ok, detail, log, endpoint_failed}
 
 When the connection ends, for whatever reason, the process ends at once.
@@ -18,7 +18,6 @@ import queue
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -157,7 +156,6 @@ def load(entry: str) -> Harness:
 
 def main(descriptor: int, entry: str) -> None:
     connection = socket.socket(fileno=descriptor)
-    started = time.monotonic()
     try:
         harness = load(entry)
     except Exception as error:
@@ -165,7 +163,7 @@ def main(descriptor: int, entry: str) -> None:
         connection.sendall(frames.encode({"type": "failed", "detail": detail}))
         raise
     worker = Worker(connection, harness)
-    worker.send({"type": "ready", "import_s": time.monotonic() - started})
+    worker.send({"type": "ready"})
     try:
         worker.serve()
     except (OSError, frames.FrameError):

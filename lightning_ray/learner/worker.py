@@ -63,9 +63,6 @@ class LearnerWorker:
     def step(self, samples: Sequence[Sample], version: int) -> dict[str, float | None]:
         return self._learner.step(samples, version)
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        return self._learner.logprobs(samples)
-
     def parameters(self) -> list[tuple[str, int]]:
         return self._learner.parameters()
 

@@ -5,6 +5,7 @@ without waiting for a call, and goes on with the rollouts of its journal directo
 which ask again, notices. vLLM is imported in `start`, so that a handle costs its holder nothing.
 """
 
+import asyncio
 import gc
 import os
 from pathlib import Path
@@ -45,8 +46,6 @@ class Proxy:
         return (await self._started()).address
 
     async def _started(self) -> Any:
-        import asyncio
-
         if self.server is None:
             if self.starting is None:
                 self.starting = asyncio.ensure_future(self._start())
@@ -85,18 +84,9 @@ class Proxy:
         """Revoke the endpoint, cancel what is in flight, return all recorded calls."""
         return await (await self._started()).finish(rollout_id)
 
-    async def status(self, rollout_id: str) -> dict[str, int | str | None]:
-        """`calls`, `tokens` (sampled), `limit` (which one ended the rollout, or None) and `faults` (requests that the
-        proxy failed on), also for a while after the rollout is finished."""
+    async def status(self, rollout_id: str) -> dict[str, int]:
+        """See `ProxyServer.status`."""
         return (await self._started()).status(rollout_id)
-
-    async def use(self, generators: list) -> None:
-        """Other generators from now on (some died and were replaced)."""
-        from lightning_ray.proxy.engine import RayGenerator
-
-        server = await self._started()
-        self.generators = generators
-        server.engine.replace([RayGenerator(handle) for handle in generators])
 
     async def pid(self) -> int:
         """The process that the actor runs in."""

@@ -20,12 +20,12 @@ from lightning_ray.proxy.continuation import Prompt, build_prompt
 from lightning_ray.proxy.conversation import system_prompt
 from lightning_ray.proxy.dialect import Asked
 from lightning_ray.proxy.engine import Engine
-from lightning_ray.proxy.errors import BadRequest, ContextLength, ProxyError, RolloutEnded
+from lightning_ray.proxy.errors import BadRequest, ContextLength, ProxyError
 from lightning_ray.proxy.gate import Gate
 from lightning_ray.proxy.raw_prompt import build_raw_prompt
 from lightning_ray.proxy.reading import Request, read
 from lightning_ray.proxy.sampling import Sampling, call_seed, choose, clamp
-from lightning_ray.proxy.session import Choice, Exchange, LimitReached, Sampled, Sent, Session
+from lightning_ray.proxy.session import Choice, Exchange, Sampled, Sent, Session
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,11 @@ class Capture:
     def begin(self, asked: Asked, body: bytes, dialect: str, *, retried: bool) -> tuple[Exchange, asyncio.Task]:
         """The exchange that answers a request, and the task that ends when it is answered.
 
-        The task raises `ProxyError`. Call `arrive` and `leave` around waiting for it.
+        Raises `RolloutEnded`; the task raises `ProxyError`. Call `arrive` and `leave` around waiting for it.
         """
         key = blake2b(body, digest_size=16, key=dialect.encode()).digest()
-        try:
-            calls = asked.n * max(1, len(asked.prompts))
-            exchange, new = self.session.admit(key, calls=calls, retried=retried, now_s=self.now())
-        except LimitReached as limit:
-            raise RolloutEnded(f"This rollout has ended: {limit}.") from None
+        calls = asked.n * max(1, len(asked.prompts))
+        exchange, new = self.session.admit(key, calls=calls, retried=retried, now_s=self.now())
         if new:
             self.tasks[exchange.ordinal] = asyncio.create_task(self._answer(exchange, asked, len(body), dialect))
         return exchange, self.tasks.get(exchange.ordinal) or self._already_answered(exchange)
@@ -175,7 +172,7 @@ class Capture:
         requests = [
             GenerateRequest(
                 request_id=self.request_id(self.life, exchange, number * asked.n + index), prompt_ids=ids,
-                max_tokens=clamp(sampling, opened, len(ids), self.codec.max_context, self.session.tokens_sampled),
+                max_tokens=clamp(sampling, opened, len(ids), self.codec.max_context),
                 temperature=sampling.temperature, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids,
                 seed=call_seed(opened, exchange.key, exchange.repeat, number * asked.n + index), params=sampling.params,
             )

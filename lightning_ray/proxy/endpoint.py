@@ -20,8 +20,6 @@ class OpenRollout:
     seed: int
     max_calls: int
     """Calls, each answer of `n > 1` counted; the next one is refused and ends the rollout."""
-    max_tokens: int | None = None
-    """Sampled tokens of the whole rollout; when they are used up, the next call is refused and ends the rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,6 @@ class Endpoint:
 
     base_url: str
     """Without `/v1`: OpenAI clients take `base_url + "/v1"`, Anthropic clients `base_url`."""
-    token: str
     api_key: str = "none"
     """What a Python harness sends as its key, outside the sandbox. Our own proxy asks for none."""
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ray.exceptions import RayActorError, RayError
+
 from lightning_ray.generator.request import GenerateRequest, Generation, Progress
 
 logger = logging.getLogger(__name__)
@@ -47,24 +49,18 @@ class RayGenerator:
         self.handle = handle
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
-
         try:
             return await self.handle.generate.remote(request)
-        except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
+        except RayActorError as error:
             raise GeneratorDied(str(error)) from error
 
     async def abort(self, request_id: str) -> None:
-        from ray.exceptions import RayActorError
-
         try:
             await self.handle.abort.remote(request_id)
         except RayActorError:
             logger.info("abort of %s: its generator is gone", request_id)
 
     async def claim(self, request_id: str) -> Generation | None:
-        from ray.exceptions import RayError
-
         try:
             return await self.handle.claim.remote(request_id)
         except RayError as error:
@@ -142,11 +138,6 @@ class Engine:
         runs."""
         found = await asyncio.gather(*(seat.generator.claim(request_id) for seat in self.seats))
         return [one for one in found if one is not None]
-
-    def replace(self, generators: Sequence[Generator]) -> None:
-        """Other generators from now on. Calls that wait for a dead one are sent to these."""
-        self.seats = [Seat(generator) for generator in generators]
-        self.home.clear()
 
     def forget(self, rollout_id: str) -> None:
         """The rollout is over; nothing of it is generated any more."""

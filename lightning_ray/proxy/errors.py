@@ -45,7 +45,7 @@ class NotFound(ProxyError):
 
 
 class RolloutEnded(ProxyError):
-    """The rollout has used up its calls or tokens. No SDK retries a 403."""
+    """The rollout has used up its calls. No SDK retries a 403."""
 
     status = 403
     kind = "permission_error"

@@ -174,7 +174,7 @@ class ProxyServer:
         elif rollout.capture.session.opened != opened or rollout.calls is not None:
             raise ValueError(f"rollout {opened.rollout_id} is known already")
         host, port = self.address
-        return Endpoint(base_url=f"http://{host}:{port}/r/{rollout.token}", token=rollout.token)
+        return Endpoint(base_url=f"http://{host}:{port}/r/{rollout.token}")
 
     async def listen(self, rollout_id: str, pid: int, port: int) -> None:
         """Serve the rollout on 127.0.0.1:port inside the network namespace of `pid`. Done already: nothing happens.
@@ -225,12 +225,9 @@ class ProxyServer:
         if rollout is not None and rollout.journal is not None:
             rollout.journal.remove()
 
-    def status(self, rollout_id: str) -> dict[str, int | str | None]:
-        """How far the rollout is: `calls`, `tokens` (sampled), `limit` (the one that ended it, or None), and `faults`:
-        requests that the proxy failed on."""
-        session = self._known(rollout_id).capture.session
-        return {"calls": len(session.records), "tokens": session.tokens_sampled, "limit": session.limit,
-                "faults": session.faults}
+    def status(self, rollout_id: str) -> dict[str, int]:
+        """`faults`: requests of the rollout that the proxy failed on. Also for a while after it is finished."""
+        return {"faults": self._known(rollout_id).capture.session.faults}
 
     def _known(self, rollout_id: str) -> Rollout:
         try:

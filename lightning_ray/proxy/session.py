@@ -25,13 +25,10 @@ import numpy as np
 from lightning_ray.proxy.codec import Answer, ToolCall
 from lightning_ray.proxy.conversation import chain
 from lightning_ray.proxy.endpoint import OpenRollout
+from lightning_ray.proxy.errors import RolloutEnded
 from lightning_ray.proxy.history import Answered, History
 from lightning_ray.proxy.message import Recent
 from lightning_ray.trajectory.call import Call
-
-
-class LimitReached(Exception):
-    """The rollout has used up its calls or tokens. The text says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +154,17 @@ class Session:
     exchanges: list[Exchange] = field(default_factory=list)
     by_key: dict[bytes, list[Exchange]] = field(default_factory=dict)
     calls_begun: int = 0
-    tokens_sampled: int = 0
     faults: int = 0
     """Requests that the proxy failed on: the harness was told a server error."""
-    limit: str | None = None
-    """The limit that ended the rollout, once one was reached."""
+    ended: bool = False
+    """A request was refused, because the rollout's calls are used up."""
     recent: Recent = field(default_factory=Recent)
     """Spares work, and is no part of the record."""
 
     def admit(self, key: bytes, *, calls: int, retried: bool, now_s: float) -> tuple[Exchange, bool]:
         """The exchange that answers a request, and whether it is new.
 
-        Raises `LimitReached` where a new one would exceed the rollout's limits.
+        Raises `RolloutEnded` where a new one would exceed the rollout's calls; from then on no other is admitted.
         """
         alive = [one for one in self.by_key.get(key, ()) if not one.failed]
         for one in reversed(alive):
@@ -176,7 +172,9 @@ class Session:
                 return one, False
         if retried and alive:
             return alive[-1], False
-        self._check_limits(calls)
+        if self.ended or self.calls_begun + calls > self.opened.max_calls:
+            self.ended = True
+            raise RolloutEnded(f"This rollout has ended: it has used its {self.opened.max_calls} calls (max_calls).")
         self.log("begin", key, calls, now_s)
         return self._begin(key, calls, now_s), True
 
@@ -187,15 +185,6 @@ class Session:
         self.exchanges.append(exchange)
         self.calls_begun += calls
         return exchange
-
-    def _check_limits(self, calls: int) -> None:
-        opened = self.opened
-        if self.calls_begun + calls > opened.max_calls:
-            self.limit = f"max_calls: the rollout has used its {opened.max_calls} calls"
-        elif opened.max_tokens is not None and self.tokens_sampled >= opened.max_tokens:
-            self.limit = f"max_tokens: the rollout has sampled its {opened.max_tokens} tokens"
-        if self.limit:
-            raise LimitReached(self.limit)
 
     def fail(self, exchange: Exchange, *, counts: bool) -> None:
         """The exchange has no answer to give. `counts`: it used up calls all the same, because tokens were sampled."""
@@ -239,7 +228,6 @@ class Session:
         if len(exchange.choices) == exchange.calls:
             exchange.sent = None
         self.records.append(sampled)
-        self.tokens_sampled += len(choice.token_ids)
         if not sampled.chain:
             return index
         self.history.add_child(sampled.parent)

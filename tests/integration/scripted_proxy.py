@@ -74,7 +74,7 @@ class ScriptedProxy:
     async def open(self, rollout: OpenRollout) -> Endpoint:
         assert rollout.rollout_id not in self.rollouts
         opened = self.rollouts[rollout.rollout_id] = Rollout(rollout, secrets.token_urlsafe(32))
-        return Endpoint(f"http://127.0.0.1:{self._port}/r/{opened.token}", opened.token)
+        return Endpoint(f"http://127.0.0.1:{self._port}/r/{opened.token}")
 
     async def listen(self, rollout_id: str, pid: int, port: int) -> None:
         rollout = self.rollouts[rollout_id]

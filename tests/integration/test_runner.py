@@ -257,7 +257,7 @@ async def test_law8_an_endpoint_that_is_away_is_a_retry(bench):
 
     async def open_nowhere(rollout):
         endpoint = await opens(rollout)
-        return endpoint if away else away.append(1) or Endpoint("http://127.0.0.1:9/r/x", "x")
+        return endpoint if away else away.append(1) or Endpoint("http://127.0.0.1:9/r/x")
 
     opens, bench.proxy.open = bench.proxy.open, open_nowhere
     record = await bench.run("model", FIX)

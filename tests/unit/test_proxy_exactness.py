@@ -93,7 +93,8 @@ def check_laws(asked: Rollout) -> None:
             assert by_tokens is not None
     owned = [index for branch in branches(calls) for index in branch.owned]
     assert sorted(owned) == list(range(len(calls)))
-    assert sum(len(call.sampled_ids) for call in calls) == asked.session.tokens_sampled
+    kept = [record.choice.token_ids.tolist() for record in asked.session.records]
+    assert [call.sampled_ids.tolist() for call in calls] == kept
 
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
