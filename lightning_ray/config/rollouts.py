@@ -45,6 +45,9 @@ class HarnessConfig(Part):
     """Warm worker processes of each runner (Python harness)."""
     max_calls: int = Field(default=100, ge=1)
     """Model calls of one rollout; more end it."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that all answers of one rollout may have together; the last one is cut to fit, and the next call ends the
+    rollout. Null: `max_calls` times `sampling.max_tokens`."""
 
 
 class ContainerConfig(Part):

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.harness.runner import Runner
 from lightning_ray.harness.spec import API_KEY, RolloutSpec
-from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
+from lightning_ray.proxy.endpoint import Endpoint, OpenRollout, Status
 from lightning_ray.trajectory.call import Call, Trajectory
 
 STOP_TIMEOUT_S = 30
@@ -85,8 +85,8 @@ class RemoteEndpoint:
     async def finish(self, rollout_id: str) -> list[Call]:
         return []
 
-    async def status(self, rollout_id: str) -> dict[str, int]:
-        return {"faults": 0}
+    async def status(self, rollout_id: str) -> Status:
+        return Status()
 
 
 @dataclass(slots=True)

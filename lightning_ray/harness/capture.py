@@ -245,7 +245,8 @@ async def _on_host(what: Capture, client: ProxyClient, workspace: Path, name: st
     harness = config.harness
     directory = workspace.parent.parent.parent / name
     await asyncio.to_thread(shutil.copytree, workspace, directory, symlinks=True)
-    endpoint = await client.open(OpenRollout(name, "train", config.sampling, config.run.seed, harness.max_calls))
+    endpoint = await client.open(OpenRollout(name, "train", config.sampling, config.run.seed, harness.max_calls,
+                                             harness.max_tokens))
     plan = command_plan(harness, what.task.problem_statement, config.policy.name, endpoint.base_url)
     log = directory.with_suffix(".log")
     started = time.monotonic()

@@ -21,7 +21,7 @@ from lightning_ray.harness.command import run_command
 from lightning_ray.harness.pool import Execute, WorkerPool
 from lightning_ray.harness.spec import HarnessResult, RolloutSpec, command_plan, mounts
 from lightning_ray.harness.stages import Attempt, Failure, StageFailed, blamed_on
-from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
+from lightning_ray.proxy.endpoint import Endpoint, OpenRollout, Status
 from lightning_ray.sandbox.base import WORKSPACE, ExecResult, Limits, Sandbox, SandboxSpec
 from lightning_ray.tasks.base import Task, Workspaces
 from lightning_ray.tasks.grading import grader_for
@@ -44,7 +44,7 @@ class ProxyClient(Protocol):
 
     async def finish(self, rollout_id: str) -> list[Call]: ...
 
-    async def status(self, rollout_id: str) -> dict[str, Any]: ...
+    async def status(self, rollout_id: str) -> Status: ...
 
 
 class Rollouts:
@@ -98,7 +98,7 @@ class Rollouts:
             async with self._run_places:
                 with blamed_on("infra", "init"):
                     await self._agent(spec, name, attempt)
-            attempt.failure = stages.judge_run(attempt.result, attempt.faults)
+            attempt.failure = stages.judge_run(attempt.result, attempt.endpoint)
             if attempt.failure is None:
                 await self._grade(spec.task, name, attempt)
         except StageFailed as failed:
@@ -151,7 +151,7 @@ class Rollouts:
         with blamed_on("proxy", "run"):
             attempt.calls = await self._surely(self._proxy.finish(name))
             if not result.ok:
-                attempt.faults = (await self._proxy.status(name))["faults"]
+                attempt.endpoint = await self._proxy.status(name)
         return result
 
     async def _harness(self, spec: RolloutSpec, name: str, sandbox: Sandbox, endpoint: Endpoint) -> HarnessResult:
@@ -241,4 +241,5 @@ class Rollouts:
 
     def _open_rollout(self, spec: RolloutSpec, name: str) -> OpenRollout:
         sampling = self._config.sampling.model_copy(update={"temperature": spec.temperature})
-        return OpenRollout(name, spec.mode, sampling, spec.seed, self._config.harness.max_calls)
+        harness = self._config.harness
+        return OpenRollout(name, spec.mode, sampling, spec.seed, harness.max_calls, harness.max_tokens)

@@ -20,7 +20,7 @@ from lightning_ray.harness.rollouts import Rollouts
 from lightning_ray.harness.scratch import Scratch, sweep
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.harness.stages import Attempt, Failure
-from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
+from lightning_ray.proxy.endpoint import Endpoint, OpenRollout, Status
 from lightning_ray.sandbox import backend, limits
 from lightning_ray.sandbox.base import Backend
 from lightning_ray.tasks.workspaces import Workspaces
@@ -47,7 +47,7 @@ class ProxyActor:
     async def finish(self, rollout_id: str) -> list[Call]:
         return await self._handle.finish.remote(rollout_id)
 
-    async def status(self, rollout_id: str) -> dict[str, Any]:
+    async def status(self, rollout_id: str) -> Status:
         return await self._handle.status.remote(rollout_id)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_ray.harness.spec import HarnessResult, RolloutSpec
+from lightning_ray.proxy.endpoint import Status
 from lightning_ray.sandbox.base import SandboxError
 from lightning_ray.tasks.base import Grade
 from lightning_ray.trajectory.call import Call, End, Trajectory
@@ -85,24 +86,27 @@ class Attempt:
     grade: Grade | None = None
     failure: Failure | None = None
     timings: dict[str, float] = field(default_factory=dict)
-    faults: int = 0
-    """Requests that the proxy failed on; looked at where the harness failed."""
+    endpoint: Status = field(default_factory=Status)
+    """Looked at where the harness failed."""
 
     @property
     def tokens_sampled(self) -> int:
         return sum(len(call.sampled_ids) for call in self.calls)
 
 
-def judge_run(result: HarnessResult, faults: int) -> Failure | None:
+def judge_run(result: HarnessResult, endpoint: Status) -> Failure | None:
     """What the end of RUN says. A harness that failed because its endpoint was away, or after the proxy failed on some
-    of its requests (`faults`), is not to blame."""
+    of its requests, is not to blame. One that was refused its next call is told by the limit that it reached."""
     if result.ok:
         return None
     reason = f"{result.exit_status}: {result.detail}" if result.detail else result.exit_status
     if result.endpoint_failed:
         return Failure("proxy", "run", f"the endpoint failed: {reason}")
-    if faults:
-        return Failure("proxy", "run", f"the proxy failed on {faults} requests, then the harness ended: {reason}")
+    if endpoint.faults:
+        return Failure("proxy", "run",
+                       f"the proxy failed on {endpoint.faults} requests, then the harness ended: {reason}")
+    if endpoint.limit:
+        reason = f"{endpoint.limit} used up, then the harness ended: {reason}"
     return Failure("harness", "run", reason)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from lightning_ray.config import PolicyConfig, ProxyConfig
-from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
+from lightning_ray.proxy.endpoint import Endpoint, OpenRollout, Status
 from lightning_ray.proxy.keeper import allow_descriptors
 from lightning_ray.trajectory.call import Call
 
@@ -84,8 +84,8 @@ class Proxy:
         """Revoke the endpoint, cancel what is in flight, return all recorded calls."""
         return await (await self._started()).finish(rollout_id)
 
-    async def status(self, rollout_id: str) -> dict[str, int]:
-        """See `ProxyServer.status`."""
+    async def status(self, rollout_id: str) -> Status:
+        """Also for a while after the rollout is finished."""
         return (await self._started()).status(rollout_id)
 
     async def pid(self) -> int:

@@ -172,7 +172,7 @@ class Capture:
         requests = [
             GenerateRequest(
                 request_id=self.request_id(self.life, exchange, number * asked.n + index), prompt_ids=ids,
-                max_tokens=clamp(sampling, opened, len(ids), self.codec.max_context),
+                max_tokens=clamp(sampling, opened, len(ids), self.codec.max_context, self.session.tokens_sampled),
                 temperature=sampling.temperature, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids,
                 seed=call_seed(opened, exchange.key, exchange.repeat, number * asked.n + index), params=sampling.params,
             )

@@ -20,6 +20,18 @@ class OpenRollout:
     seed: int
     max_calls: int
     """Calls, each answer of `n > 1` counted; the next one is refused and ends the rollout."""
+    max_tokens: int | None = None
+    """Sampled tokens of the whole rollout; when they are used up, the next call is refused and ends the rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a proxy knows of how a rollout went."""
+
+    faults: int = 0
+    """Requests that the proxy failed on."""
+    limit: str | None = None
+    """The setting that ended the rollout, with its value, where one did."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from aiohttp import web
 from lightning_ray.config import ProxyConfig
 from lightning_ray.proxy.capture import Capture
 from lightning_ray.proxy.codec import Codec
-from lightning_ray.proxy.endpoint import Endpoint, OpenRollout, reached_at
+from lightning_ray.proxy.endpoint import Endpoint, OpenRollout, Status, reached_at
 from lightning_ray.proxy.engine import Engine
 from lightning_ray.proxy.errors import NotFound
 from lightning_ray.proxy.gate import Gate
@@ -225,9 +225,10 @@ class ProxyServer:
         if rollout is not None and rollout.journal is not None:
             rollout.journal.remove()
 
-    def status(self, rollout_id: str) -> dict[str, int]:
-        """`faults`: requests of the rollout that the proxy failed on. Also for a while after it is finished."""
-        return {"faults": self._known(rollout_id).capture.session.faults}
+    def status(self, rollout_id: str) -> Status:
+        """Also for a while after the rollout is finished."""
+        session = self._known(rollout_id).capture.session
+        return Status(session.faults, session.limit)
 
     def _known(self, rollout_id: str) -> Rollout:
         try:

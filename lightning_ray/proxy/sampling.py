@@ -85,11 +85,13 @@ def choose(request: Any, opened: OpenRollout, constraint: Any) -> Sampling:
     )
 
 
-def clamp(sampling: Sampling, opened: OpenRollout, prompt_tokens: int, max_context: int) -> int:
+def clamp(sampling: Sampling, opened: OpenRollout, prompt_tokens: int, max_context: int, already_sampled: int) -> int:
     """Most tokens to sample: what was asked, what is configured, and what fits. At least 1 where the prompt fits."""
     limits = [opened.sampling.max_tokens, max_context - prompt_tokens]
     if sampling.max_tokens is not None:
         limits.append(sampling.max_tokens)
+    if opened.max_tokens is not None:
+        limits.append(max(1, opened.max_tokens - already_sampled))
     return min(limits)
 
 

@@ -154,17 +154,18 @@ class Session:
     exchanges: list[Exchange] = field(default_factory=list)
     by_key: dict[bytes, list[Exchange]] = field(default_factory=dict)
     calls_begun: int = 0
+    tokens_sampled: int = 0
     faults: int = 0
     """Requests that the proxy failed on: the harness was told a server error."""
-    ended: bool = False
-    """A request was refused, because the rollout's calls are used up."""
+    limit: str | None = None
+    """The setting that ended the rollout: a request was refused because its calls or tokens are used up."""
     recent: Recent = field(default_factory=Recent)
     """Spares work, and is no part of the record."""
 
     def admit(self, key: bytes, *, calls: int, retried: bool, now_s: float) -> tuple[Exchange, bool]:
         """The exchange that answers a request, and whether it is new.
 
-        Raises `RolloutEnded` where a new one would exceed the rollout's calls; from then on no other is admitted.
+        Raises `RolloutEnded` where a new one would exceed the rollout's limits; from then on no other is admitted.
         """
         alive = [one for one in self.by_key.get(key, ()) if not one.failed]
         for one in reversed(alive):
@@ -172,9 +173,10 @@ class Session:
                 return one, False
         if retried and alive:
             return alive[-1], False
-        if self.ended or self.calls_begun + calls > self.opened.max_calls:
-            self.ended = True
-            raise RolloutEnded(f"This rollout has ended: it has used its {self.opened.max_calls} calls (max_calls).")
+        if self.limit is None:
+            self.limit = self._reached(calls)
+        if self.limit is not None:
+            raise RolloutEnded(f"This rollout has ended: {self.limit} are used up.")
         self.log("begin", key, calls, now_s)
         return self._begin(key, calls, now_s), True
 
@@ -185,6 +187,14 @@ class Session:
         self.exchanges.append(exchange)
         self.calls_begun += calls
         return exchange
+
+    def _reached(self, calls: int) -> str | None:
+        opened = self.opened
+        if self.calls_begun + calls > opened.max_calls:
+            return f"harness.max_calls ({opened.max_calls})"
+        if opened.max_tokens is not None and self.tokens_sampled >= opened.max_tokens:
+            return f"harness.max_tokens ({opened.max_tokens})"
+        return None
 
     def fail(self, exchange: Exchange, *, counts: bool) -> None:
         """The exchange has no answer to give. `counts`: it used up calls all the same, because tokens were sampled."""
@@ -228,6 +238,7 @@ class Session:
         if len(exchange.choices) == exchange.calls:
             exchange.sent = None
         self.records.append(sampled)
+        self.tokens_sampled += len(choice.token_ids)
         if not sampled.chain:
             return index
         self.history.add_child(sampled.parent)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from lightning_ray.proxy.endpoint import Endpoint, OpenRollout
+from lightning_ray.proxy.endpoint import Endpoint, OpenRollout, Status
 from lightning_ray.sandbox.network import listen_inside
 from lightning_ray.trajectory.call import Call
 
@@ -88,8 +88,8 @@ class ScriptedProxy:
         await self._close(rollout)
         return rollout.calls
 
-    async def status(self, rollout_id: str) -> dict[str, Any]:
-        return {"faults": self.rollouts[rollout_id].faults}
+    async def status(self, rollout_id: str) -> Status:
+        return Status(self.rollouts[rollout_id].faults)
 
     async def _close(self, rollout: Rollout) -> None:
         rollout.closed = True

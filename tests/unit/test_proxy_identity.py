@@ -10,6 +10,7 @@ import openai
 import pytest
 from aiohttp import web
 
+from lightning_ray.proxy.endpoint import Status
 from tests.unit.proxy_parts import codec_of, rollout, serving
 
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
@@ -120,6 +121,16 @@ async def test_connections_of_a_sandbox_are_bounded(started):
     await site.close()
 
 
+async def test_the_cap_on_tokens_ends_the_rollout_with_its_reason(started):
+    server, engine, _, client = await started("chatml", lambda request: "abcdefgh", max_tokens=6)
+    await client.chat.completions.create(**ASK)
+    assert engine.requests[0].max_tokens == 6
+    for _ in range(2):
+        with pytest.raises(openai.PermissionDeniedError, match=r"harness.max_tokens \(6\)"):
+            await client.chat.completions.create(**ASK)
+    assert server.status("r0") == Status(limit="harness.max_tokens (6)")
+
+
 @pytest.mark.parametrize("body, param", [
     ({"messages": []}, "messages"), ({"messages": [{"role": "boss", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
@@ -160,8 +171,8 @@ async def test_a_request_that_the_proxy_fails_on_is_a_server_error_and_counted(s
     for asked in range(2):
         with pytest.raises(openai.InternalServerError, match="The proxy failed"):
             await client.chat.completions.create(**ASK)
-        assert server.status("r0")["faults"] == asked + 1
-    assert await server.finish("r0") == [] and server.status("r0")["faults"] == 2
+        assert server.status("r0").faults == asked + 1
+    assert await server.finish("r0") == [] and server.status("r0").faults == 2
 
 
 async def test_lone_surrogates_do_not_stop_a_tokenizer(started):

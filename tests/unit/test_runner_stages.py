@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lightning_ray.harness import stages
 from lightning_ray.harness.spec import HarnessResult, RolloutSpec
 from lightning_ray.harness.stages import Attempt, Failure, StageFailed
+from lightning_ray.proxy.endpoint import Status
 from lightning_ray.sandbox.base import LimitExceeded, PatchUnavailable, SandboxDied, SandboxError
 from lightning_ray.tasks.base import Grade, Task
 from lightning_ray.trajectory.call import Call
@@ -46,12 +47,14 @@ def test_a_failure_while_grading_does_not_run_the_agent_again():
 
 def test_law8_a_harness_that_failed_after_the_proxy_failed_is_not_to_blame():
     failed = HarnessResult("exit code 1", ok=False)
-    assert stages.judge_run(failed, faults=1) == Failure(
+    assert stages.judge_run(failed, Status(faults=1)) == Failure(
         "proxy", "run", "the proxy failed on 1 requests, then the harness ended: exit code 1")
     away = HarnessResult("InternalServerError", ok=False, endpoint_failed=True)
-    assert stages.judge_run(away, faults=0).kind == "proxy"
-    assert stages.judge_run(failed, faults=0) == Failure("harness", "run", "exit code 1")
-    assert stages.judge_run(HarnessResult("Submitted", ok=True), faults=1) is None
+    assert stages.judge_run(away, Status()).kind == "proxy"
+    assert stages.judge_run(failed, Status()) == Failure("harness", "run", "exit code 1")
+    assert stages.judge_run(failed, Status(limit="harness.max_calls (3)")) == Failure(
+        "harness", "run", "harness.max_calls (3) used up, then the harness ended: exit code 1")
+    assert stages.judge_run(HarnessResult("Submitted", ok=True), Status(faults=1)) is None
 
 
 def test_the_first_blame_stays():
