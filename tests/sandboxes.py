@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ray.config import RewardConfig
+from lightning_ray.sandbox import base
 from lightning_ray.sandbox.base import Limits, Mount, Sandbox, SandboxSpec
 from lightning_ray.sandbox.bubblewrap import Bubblewrap
 from lightning_ray.tasks.base import Grade, Task
@@ -37,12 +38,8 @@ def make_task(files: dict[str, str] = FILES, **more) -> Task:
 async def running(workspace: Path, *, limits: Limits | None = None, mounts: tuple[Mount, ...] = (),
                   env: dict[str, str] | None = None,
                   make: Callable[[SandboxSpec], Sandbox] = Bubblewrap) -> AsyncIterator[Sandbox]:
-    sandbox = make(SandboxSpec("test", workspace, limits or Limits(), mounts, env or {}))
-    await sandbox.start()
-    try:
+    async with base.running(make(SandboxSpec("test", workspace, limits or Limits(), mounts, env or {}))) as sandbox:
         yield sandbox
-    finally:
-        await sandbox.stop()
 
 
 async def agent_patch(task: Task, root: Path, script: str) -> str:

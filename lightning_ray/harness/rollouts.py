@@ -59,6 +59,7 @@ class Rollouts:
         self._sandbox = sandbox
         self._pool = pool
         self._facts = facts
+        self._limits = Limits.of(config.sandbox)
         self._init_places = asyncio.Semaphore(starts_at_once)
         self._run_places = asyncio.Semaphore(config.runners.rollouts)
         self._grade_places = asyncio.Semaphore(config.runners.grading)
@@ -119,7 +120,7 @@ class Rollouts:
                     endpoint = await self._proxy.open(self._open_rollout(spec, name))
                 inside = self._config.harness.kind == "command"
                 sandbox = self._sandbox(SandboxSpec(
-                    name, workspace, self._limits(), mounts(self._config.harness), image=spec.task.image_name,
+                    name, workspace, self._limits, mounts(self._config.harness), image=spec.task.image_name,
                     endpoint=endpoint.base_url if inside else ""))
                 with blamed_on("sandbox", "init"):
                     await sandbox.start()
@@ -210,7 +211,7 @@ class Rollouts:
         with stages.reading_task("grade"):
             workspace = await asyncio.to_thread(self._workspaces.prepare, task)
             grader = grader_for(task, self._config.reward)
-        sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits(), grader.mounts, image=task.image_name))
+        sandbox = self._sandbox(SandboxSpec(name, workspace, self._limits, grader.mounts, image=task.image_name))
         try:
             with blamed_on("grader", "grade"):
                 await sandbox.start()
@@ -234,10 +235,6 @@ class Rollouts:
         except Exception as error:
             log.warning("%s failed: %s", what, stages.describe(error))
             return None
-
-    def _limits(self) -> Limits:
-        sandbox = self._config.sandbox
-        return Limits(sandbox.memory_mb, sandbox.processes, sandbox.cpus, sandbox.disk_mb, sandbox.output_bytes)
 
     def _open_rollout(self, spec: RolloutSpec, name: str) -> OpenRollout:
         sampling = self._config.sampling.model_copy(update={"temperature": spec.temperature})

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from lightning_ray.config import SandboxConfig
 from lightning_ray.sandbox import bubblewrap, filesystem, limits, overlay, probe, seccomp, uids
-from lightning_ray.sandbox.base import Backend, SandboxError, SandboxSpec, SandboxUnavailable
+from lightning_ray.sandbox.base import Backend, SandboxError, SandboxSpec, SandboxUnavailable, running
 from lightning_ray.sandbox.bubblewrap import Bubblewrap
 from lightning_ray.sandbox.unconfined import Unconfined
 
@@ -94,16 +93,11 @@ def unconfined_report(reason: str) -> dict[str, Any]:
 
 async def _faults(make: Callable[[SandboxSpec], Bubblewrap], without: set[str]) -> list[str]:
     """Start one sandbox and say what is wrong with it."""
-    directory = Path(tempfile.mkdtemp(prefix="lightning_ray-check-"))
-    sandbox = make(SandboxSpec(f"check-{secrets.token_hex(4)}", directory))
-    try:
-        await sandbox.start()
-        found = await probe.look(sandbox, filesystem.environment(sandbox.spec), probe.NAMESPACES, without)
-        if os.geteuid() == 0 and "user" not in without and sandbox.user == 0:
-            found.append("it runs as root")
-    finally:
-        await sandbox.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="lightning_ray-check-") as directory:
+        async with running(make(SandboxSpec(f"check-{secrets.token_hex(4)}", Path(directory)))) as sandbox:
+            found = await probe.look(sandbox, filesystem.environment(sandbox.spec), probe.NAMESPACES, without)
+            if os.geteuid() == 0 and "user" not in without and sandbox.user == 0:
+                found.append("it runs as root")
     return found
 
 

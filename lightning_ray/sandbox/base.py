@@ -5,10 +5,13 @@ A sandbox is started from a `Workspace` (a directory with a git checkout of exac
 and reaches nothing but the proxy endpoint that it was given. `stop` is idempotent and leaves nothing behind.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
+
+from lightning_ray.config import SandboxConfig
 
 WORKSPACE = "/testbed"
 """Where the workspace lies inside every sandbox."""
@@ -70,6 +73,10 @@ class Limits:
     disk_mb: int = 512
     output_bytes: int = 1_000_000
 
+    @classmethod
+    def of(cls, config: SandboxConfig) -> "Limits":
+        return cls(config.memory_mb, config.processes, config.cpus, config.disk_mb, config.output_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Mount:
@@ -120,6 +127,16 @@ class Sandbox(Protocol):
 
     async def stop(self) -> None:
         """Kill and remove everything. Idempotent."""
+
+
+@asynccontextmanager
+async def running(sandbox: Sandbox) -> AsyncIterator[Sandbox]:
+    """The sandbox, started, and surely stopped."""
+    try:
+        await sandbox.start()
+        yield sandbox
+    finally:
+        await sandbox.stop()
 
 
 @dataclass(frozen=True, kw_only=True)

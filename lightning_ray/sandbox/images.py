@@ -8,7 +8,6 @@ these do not work.
 
 import asyncio
 import os
-import shutil
 import tarfile
 import tempfile
 import threading
@@ -26,6 +25,7 @@ from lightning_ray.sandbox.base import (
     SandboxError,
     SandboxSpec,
     SandboxUnavailable,
+    running,
 )
 
 SHELLS = ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash")
@@ -123,24 +123,19 @@ class Images:
 
     async def _look(self, image: Image) -> tuple[list[str], dict[str, Any]]:
         """What is wrong with a sandbox of this image, and what it has."""
-        directory = Path(tempfile.mkdtemp(prefix="lightning_ray-check-"))
-        (directory / "file").touch()
-        sandbox = self._make(SandboxSpec("check", directory), image)
         needed = (*NAMESPACES, "user") if daemon.has_own_user_namespace() else NAMESPACES
-        try:
-            await sandbox.start()
-            variables = {*image.variables(sandbox.spec), *OF_THE_DAEMON}
-            found = await probe.look(sandbox, variables, needed)
-            applied = limits.applied(sandbox.pid, sandbox.spec.limits)
-            found += [f"its {name} is not limited" for name, kind in applied.items() if kind == "none"]
-            own = [name for name in probe.NAMESPACES if _differs(sandbox.pid, name)]
-            found += await self._endpoint_faults(sandbox)
-            late = await sandbox.exec("sleep 60 & sleep 60", timeout_s=OVERDUE_S)
-            if not late.timed_out:
-                found.append("a command that takes too long cannot be ended")
-        finally:
-            await sandbox.stop()
-            shutil.rmtree(directory, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="lightning_ray-check-") as directory:
+            (Path(directory) / "file").touch()
+            async with running(self._make(SandboxSpec("check", Path(directory)), image)) as sandbox:
+                variables = {*image.variables(sandbox.spec), *OF_THE_DAEMON}
+                found = await probe.look(sandbox, variables, needed)
+                applied = limits.applied(sandbox.pid, sandbox.spec.limits)
+                found += [f"its {name} is not limited" for name, kind in applied.items() if kind == "none"]
+                own = [name for name in probe.NAMESPACES if _differs(sandbox.pid, name)]
+                found += await self._endpoint_faults(sandbox)
+                late = await sandbox.exec("sleep 60 & sleep 60", timeout_s=OVERDUE_S)
+                if not late.timed_out:
+                    found.append("a command that takes too long cannot be ended")
         return found, {"namespaces": own, "limits": applied}
 
     async def _endpoint_faults(self, sandbox: Sandbox) -> list[str]:

@@ -10,8 +10,6 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lightning_ray.sandbox.base import Mount, Sandbox
-
 
 class Task(BaseModel):
     """One item of a data set."""
@@ -59,16 +57,6 @@ class TaskSplits(BaseModel):
 
     train: list[Task]
     heldout: list[Task]
-
-
-class Grader(Protocol):
-    """Computes a reward from a patch, in a fresh sandbox over a pristine workspace. `SandboxError` where the sandbox
-    fails; everything that a candidate does is a verdict."""
-
-    mounts: tuple[Mount, ...]
-    """What its sandbox must show besides the workspace."""
-
-    async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade: ...
 
 
 class Workspaces(Protocol):

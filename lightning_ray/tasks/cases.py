@@ -15,10 +15,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_ray.config import RewardConfig
-from lightning_ray.sandbox.base import ExecResult, Mount, Sandbox
-from lightning_ray.tasks import patches
+from lightning_ray.sandbox.base import ExecResult, Sandbox
 from lightning_ray.tasks.base import Grade, Task
-from lightning_ray.tasks.verdicts import EARLY_EXIT, finish, grading_data, let_in, messages, named
+from lightning_ray.tasks.patches import Filtered
+from lightning_ray.tasks.verdicts import EARLY_EXIT, Grader, grading_data, messages, named
 
 DRIVER = (Path(__file__).parent / "driver.py").read_text()
 
@@ -80,13 +80,11 @@ def verdict(cases: dict[str, Case], required: list[str], said: list[dict[str, An
     return (named("tests_failed", failed) if failed else "passed"), report
 
 
-class CasesGrader:
-    """See the module. Raises `SandboxError` where the sandbox fails; everything that a candidate does is a verdict."""
-
-    mounts: tuple[Mount, ...] = ()
+class CasesGrader(Grader):
+    """See the module."""
 
     def __init__(self, task: Task, config: RewardConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self._grading = grading_data(CasesGrading, task)
         self._required = [*task.FAIL_TO_PASS, *task.PASS_TO_PASS]
         unknown = [name for name in self._required if name not in self._grading.cases]
@@ -98,17 +96,13 @@ class CasesGrader:
         if not self._grading.module.endswith(".py"):
             raise ValueError(f"task {task.instance_id}: grading.module must be the path of a .py file")
 
-    async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
-        filtered = patches.filter_patch(patch, patches.touched(task.patch))
-        decided = await let_in(patch, filtered, sandbox)
-        if decided is not None:
-            return self._grade(decided, filtered, {})
+    async def _judge(self, task: Task, patch: str, filtered: Filtered, sandbox: Sandbox) -> Grade:
         nonce = secrets.token_hex(16)
         done = await self._run(nonce, sandbox)
         if done.timed_out:
-            return self._grade("timeout", filtered, {"timeout_s": self._config.timeout_s})
+            return self._finish("timeout", filtered, {"timeout_s": self._config.timeout_s})
         reason, report = verdict(self._grading.cases, self._required, messages(done.output, nonce))
-        return self._grade(reason, filtered, report)
+        return self._finish(reason, filtered, report, [EARLY_EXIT] if reason == "ended_early" else [])
 
     async def _run(self, nonce: str, sandbox: Sandbox) -> ExecResult:
         calls = [
@@ -119,7 +113,3 @@ class CasesGrader:
         order = {"nonce": nonce, "module": module, "calls": calls}
         command = f"exec python3 -I -S -c {shlex.quote(DRIVER)}"
         return await sandbox.exec(command, timeout_s=self._config.timeout_s, stdin=json.dumps(order).encode())
-
-    def _grade(self, reason: str, filtered: patches.Filtered, report: dict[str, Any]) -> Grade:
-        suspicions = filtered.suspicions + ([EARLY_EXIT] if reason == "ended_early" else [])
-        return finish(reason, suspicions, filtered, report, self._config)

@@ -5,15 +5,13 @@ whatever is there. Status 0 is a pass. What the command runs of the candidate's 
 command that proves more than its exit status is the task's to give.
 """
 
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_ray.config import RewardConfig
-from lightning_ray.sandbox.base import Mount, Sandbox
-from lightning_ray.tasks import patches
+from lightning_ray.sandbox.base import Sandbox
 from lightning_ray.tasks.base import Grade, Task
-from lightning_ray.tasks.verdicts import finish, grading_data, let_in
+from lightning_ray.tasks.patches import Filtered
+from lightning_ray.tasks.verdicts import Grader, grading_data
 
 SHOWN = 1000
 """Characters of the command's output that the report keeps."""
@@ -29,28 +27,16 @@ class CommandGrading(BaseModel):
     env: dict[str, str] = {}
 
 
-class CommandGrader:
+class CommandGrader(Grader):
     """See the module."""
 
-    mounts: tuple[Mount, ...] = ()
-
     def __init__(self, task: Task, config: RewardConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self._grading = grading_data(CommandGrading, task)
+        self.files = self._grading.files
 
-    async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
-        filtered = patches.filter_patch(patch, patches.touched(task.patch), set(self._grading.files))
-
-        def grade(reason: str, report: dict[str, Any]) -> Grade:
-            return finish(reason, filtered.suspicions, filtered, report, self._config)
-
-        decided = await let_in(patch, filtered, sandbox)
-        if decided is not None:
-            return grade(decided, {})
-        if self._grading.files:
-            await sandbox.put({name: text.encode() for name, text in self._grading.files.items()})
+    async def _judge(self, task: Task, patch: str, filtered: Filtered, sandbox: Sandbox) -> Grade:
         done = await sandbox.exec(self._grading.command, timeout_s=self._config.timeout_s, env=self._grading.env)
         report = {"returncode": done.returncode, "output": done.output[-SHOWN:]}
-        if done.timed_out:
-            return grade("timeout", report)
-        return grade("passed" if done.returncode == 0 else f"exit_status: {done.returncode}", report)
+        reason = "timeout" if done.timed_out else f"exit_status: {done.returncode}" if done.returncode else "passed"
+        return self._finish(reason, filtered, report)

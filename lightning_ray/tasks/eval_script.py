@@ -15,10 +15,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_ray.config import RewardConfig
-from lightning_ray.sandbox.base import Mount, Sandbox
-from lightning_ray.tasks import patches
+from lightning_ray.sandbox.base import Sandbox
 from lightning_ray.tasks.base import Grade, Task
-from lightning_ray.tasks.verdicts import APPLY_TIMEOUT_S, finish, grading_data, let_in, named
+from lightning_ray.tasks.patches import Filtered
+from lightning_ray.tasks.verdicts import APPLY_TIMEOUT_S, Grader, grading_data, named
 
 SHOWN = 1000
 ENVIRONMENT_FAILED = "environment_failed"
@@ -39,46 +39,39 @@ class EvalScriptGrading(BaseModel):
     is let in as well, and only counted as suspicious."""
 
 
-class EvalScriptGrader:
+class EvalScriptGrader(Grader):
     """See the module."""
-
-    mounts: tuple[Mount, ...] = ()
 
     def __init__(self, task: Task, config: RewardConfig) -> None:
         from swebench.harness.log_parsers import PARSER_REGISTRY  # half a second: only where it is used
         from swebench.harness.utils import make_test_spec
 
-        self._config = config
         grading = grading_data(EvalScriptGrading, task)
         if grading.log_parser not in PARSER_REGISTRY:
             raise ValueError(f"task {task.instance_id}: grading.log_parser: swebench has no {grading.log_parser!r}")
         if not task.FAIL_TO_PASS:
             raise ValueError(f"task {task.instance_id}: FAIL_TO_PASS names no test")
         self._whole_patch = grading.whole_patch
-        if self._whole_patch:
-            self._config = config.model_copy(update={"on_suspicion": "flag"})
+        super().__init__(config.model_copy(update={"on_suspicion": "flag"}) if self._whole_patch else config)
         self._spec = make_test_spec({
             **grading.model_dump(exclude={"whole_patch"}),
             "instance_id": task.instance_id, "image": task.image_name, "repo": task.repo,
             "FAIL_TO_PASS": task.FAIL_TO_PASS, "PASS_TO_PASS": task.PASS_TO_PASS,
         })  # fmt: skip
 
-    async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
-        filtered = patches.filter_patch(patch, patches.touched(task.patch))
+    async def _let_in(self, patch: str, filtered: Filtered, sandbox: Sandbox) -> str | None:
+        return await (let_in_whole(patch, sandbox) if self._whole_patch
+                      else super()._let_in(patch, filtered, sandbox))
 
-        def grade(reason: str, report: dict[str, Any]) -> Grade:
-            return finish(reason, filtered.suspicions, filtered, report, self._config)
-
-        decided = await (let_in_whole(patch, sandbox) if self._whole_patch else let_in(patch, filtered, sandbox))
-        if decided is not None:
-            return grade(decided, {})
+    async def _judge(self, task: Task, patch: str, filtered: Filtered, sandbox: Sandbox) -> Grade:
         script = self._spec.eval_script.encode()
         done = await sandbox.exec("exec bash -s", timeout_s=self._config.timeout_s, stdin=script)
         if done.timed_out:
-            return grade("timeout", {"output": done.output[-SHOWN:]})
+            return self._finish("timeout", filtered, {"output": done.output[-SHOWN:]})
         if done.truncated:
-            return grade("too_much_output", {"output": done.output[:SHOWN]})
-        return grade(*self._verdict(task, patch if self._whole_patch else filtered.patch, done.output))
+            return self._finish("too_much_output", filtered, {"output": done.output[:SHOWN]})
+        reason, report = self._verdict(task, patch if self._whole_patch else filtered.patch, done.output)
+        return self._finish(reason, filtered, report)
 
     def _verdict(self, task: Task, patch: str, log: str) -> tuple[str, dict[str, Any]]:
         from swebench.harness.grading import get_eval_report

@@ -13,7 +13,6 @@ Mutations that become none are counted under a name of `WHY`.
 """
 
 import asyncio
-import difflib
 import hashlib
 import re
 import subprocess
@@ -29,9 +28,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lightning_ray.config import ConfigError, RewardConfig
-from lightning_ray.sandbox.base import Limits, Mount, Sandbox, SandboxSpec
+from lightning_ray.sandbox.base import Mount, Sandbox, SandboxSpec, running
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.mutations import Mutation, choose, mutations
+from lightning_ray.tasks.patches import git_patch
 from lightning_ray.tasks.pytest_mounts import runner_mounts
 from lightning_ray.tasks.statements import Failure, Plain, Writer
 from lightning_ray.tasks.suite import SuiteRun, run_suite
@@ -171,12 +171,6 @@ def bugs(package: Package, count: int, seed: int) -> list[tuple[str, Mutation]]:
     return [by_mutation[each] for each in choose(list(by_mutation), count, f"{package.name}/{seed}")]
 
 
-def git_patch(path: str, before: str, after: str) -> str:
-    """One file's change as git writes it. Both texts end with a newline."""
-    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}")
-    return f"diff --git a/{path} b/{path}\n" + "".join(lines)
-
-
 def sort_out(first: SuiteRun, second: SuiteRun) -> tuple[set[str], Counter[str]]:
     """The tests that passed twice and are not slow, and how many there are of each kind: `stable`, `slow`, `flaky`
     (passed once), `failing` (or skipped)."""
@@ -300,9 +294,6 @@ class Maker:
     async def _sandbox(self, task: Task, mounts: tuple[Mount, ...]) -> AsyncIterator[Sandbox]:
         async with self._places:
             workspace = await asyncio.to_thread(self._workspaces.prepare, task)
-            sandbox = self._make(SandboxSpec(f"validate.{task.instance_id}", workspace, Limits(), mounts))
-            await sandbox.start()
-            try:
+            spec = SandboxSpec(f"validate.{task.instance_id}", workspace, mounts=mounts)
+            async with running(self._make(spec)) as sandbox:
                 yield sandbox
-            finally:
-                await sandbox.stop()

@@ -15,27 +15,20 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_ray.config import RewardConfig
-from lightning_ray.sandbox.base import ExecResult, Mount, Sandbox
-from lightning_ray.tasks import patches
+from lightning_ray.sandbox.base import ExecResult, Sandbox
 from lightning_ray.tasks.base import Grade, Task
-from lightning_ray.tasks.verdicts import finish, let_in
+from lightning_ray.tasks.patches import Filtered
+from lightning_ray.tasks.verdicts import Grader, finish
 
 
-class FunctionGrader:
+class FunctionGrader(Grader):
     """See the module."""
 
-    mounts: tuple[Mount, ...] = ()
-
     def __init__(self, task: Task, config: RewardConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self._function = load(task)
 
-    async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
-        filtered = patches.filter_patch(patch, patches.touched(task.patch))
-        decided = await let_in(patch, filtered, sandbox)
-        if decided is not None:
-            return finish(decided, filtered.suspicions, filtered, {}, self._config)
-
+    async def _judge(self, task: Task, patch: str, filtered: Filtered, sandbox: Sandbox) -> Grade:
         async def run(command: str, stdin: bytes = b"", timeout_s: float | None = None) -> ExecResult:
             return await sandbox.exec(command, timeout_s=timeout_s or self._config.timeout_s, stdin=stdin)
 
@@ -66,18 +59,14 @@ def load(task: Task) -> Callable[..., Any]:
     return function
 
 
-def graded(answer: Any, filtered: patches.Filtered, config: RewardConfig) -> Grade:
+def graded(answer: Any, filtered: Filtered, config: RewardConfig) -> Grade:
     """A function's answer as a grade. TypeError where it is neither a number nor a `Grade`."""
     if isinstance(answer, bool) or not isinstance(answer, (int, float, Grade)):
         raise TypeError(f"a grading function must return a number or a Grade, not {answer!r}")
-    suspicions = list(filtered.suspicions)
-    if isinstance(answer, Grade):
-        suspicions += answer.suspicions
-        passed, reward, reason, report = answer.passed, answer.reward, answer.reason, answer.report
-    else:
-        passed, reward, report = answer >= 1.0, float(answer), {}
-        reason = "passed" if passed else f"reward: {float(answer):g}"
-    grade = finish("passed" if passed else reason, suspicions, filtered, report, config)
-    if suspicions and config.on_suspicion == "zero":
+    if not isinstance(answer, Grade):
+        passed, reward = answer >= 1.0, float(answer)
+        answer = Grade(passed=passed, reward=reward, reason="passed" if passed else f"reward: {reward:g}")
+    grade = finish("passed" if answer.passed else answer.reason, filtered, answer.report, config, answer.suspicions)
+    if grade.suspicions and config.on_suspicion == "zero":
         return grade
-    return grade.model_copy(update={"reward": reward, "reason": reason})
+    return grade.model_copy(update={"reward": answer.reward, "reason": answer.reason})

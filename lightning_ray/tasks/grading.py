@@ -7,12 +7,13 @@ PASS_TO_PASS by pytest, or by an `eval_script` and swebench's log parsers), `com
 """
 
 from lightning_ray.config import RewardConfig
-from lightning_ray.tasks.base import Grader, Task
+from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.cases import CasesGrader
 from lightning_ray.tasks.command_grader import CommandGrader
 from lightning_ray.tasks.eval_script import EvalScriptGrader
 from lightning_ray.tasks.function_grader import FunctionGrader
 from lightning_ray.tasks.swe import SweGrader
+from lightning_ray.tasks.verdicts import Grader
 
 
 def grader_for(task: Task, config: RewardConfig) -> Grader:

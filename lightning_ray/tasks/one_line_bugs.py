@@ -10,7 +10,6 @@ by a hash, on which side an instance falls. What they share are the words, which
 Pure: the same `TasksConfig` gives the same tasks, in every process.
 """
 
-import difflib
 import hashlib
 import operator
 import random
@@ -19,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from lightning_ray.config import TasksConfig
 from lightning_ray.tasks.base import Task, TaskSplits
+from lightning_ray.tasks.patches import git_patch
 
 OPERATORS = {
     "+": operator.add,
@@ -140,21 +140,13 @@ class Instance:
             instance_id=f"one_line_bugs__{self.module}.{self.function.name}__{self.key[:12]}",
             repo=f"one_line_bugs/{self.module}",
             problem_statement=self.problem_statement(),
-            patch=unified_diff(self.path, solved, broken),
+            patch=git_patch(self.path, solved, broken),
             FAIL_TO_PASS=fails,
             PASS_TO_PASS=[case_id for case_id in cases if case_id not in fails],
             files={self.path: broken},
             grader="cases",
             grading={"module": self.path, "cases": cases},
         )
-
-
-def unified_diff(path: str, before: str, after: str) -> str:
-    """A patch that `git apply` takes."""
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{path}", f"b/{path}"
-    )
-    return f"diff --git a/{path} b/{path}\n" + "".join(lines)
 
 
 def telling(a: int, b: int) -> bool:

@@ -1,4 +1,4 @@
-"""What of an agent's patch is let into the grader's sandbox.
+"""What of an agent's patch is let into the grader's sandbox; and how a patch of ours is written.
 
 A patch is read strictly, file by file; what is not understood whole is left out. Let in are regular files below the
 repository. Left out, each with a reason, are: symbolic links and submodules, anything in `.git`, files that Python or a
@@ -10,6 +10,7 @@ Some refusals are `suspicious`: nobody who only solves the task has a reason for
 `conftest.py` made). A new test file or a `.pyc` is an everyday by-product: left out, and no more than that.
 """
 
+import difflib
 import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -76,6 +77,12 @@ class Section:
     @property
     def new(self) -> bool:
         return "new file mode" in self.modes
+
+
+def git_patch(path: str, before: str, after: str) -> str:
+    """One file's change as git writes it. Both texts end with a newline."""
+    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}")
+    return f"diff --git a/{path} b/{path}\n" + "".join(lines)
 
 
 def touched(patch: str) -> set[str]:

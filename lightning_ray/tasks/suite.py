@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lightning_ray.sandbox.base import Sandbox
 from lightning_ray.tasks.pytest_mounts import RUNNER
+from lightning_ray.tasks.verdicts import messages
 
 DRIVER = (Path(__file__).parent / "suite_driver.py").read_text()
 
@@ -39,7 +40,7 @@ async def run_suite(sandbox: Sandbox, files: list[str], *, conftest: bool, paths
     order = {"nonce": nonce, "runner": RUNNER, "files": files, "paths": paths, "conftest": conftest}
     command = f"exec python3 -I -c {shlex.quote(DRIVER)}"
     done = await sandbox.exec(command, timeout_s=timeout_s, stdin=json.dumps(order).encode())
-    found = [json.loads(line[len(nonce):]) for line in done.output.split("\n") if line.startswith(nonce + " ")]
+    found = messages(done.output, nonce)
     tests = {each["id"]: each for each in found if "id" in each}
     return SuiteRun(
         tests={name: each["outcome"] for name, each in tests.items()},

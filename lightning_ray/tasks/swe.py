@@ -26,7 +26,7 @@ from lightning_ray.sandbox.base import ExecResult, Sandbox
 from lightning_ray.tasks import patches
 from lightning_ray.tasks.base import Grade, Task
 from lightning_ray.tasks.pytest_mounts import RUNNER, runner_mounts
-from lightning_ray.tasks.verdicts import EARLY_EXIT, finish, grading_data, let_in, messages, named
+from lightning_ray.tasks.verdicts import EARLY_EXIT, Grader, grading_data, messages, named
 
 DRIVER = (Path(__file__).parent / "swe_driver.py").read_text()
 PRELOAD = (
@@ -53,30 +53,28 @@ class SweGrading(BaseModel):
     runs: int = Field(default=1, ge=1, le=5)
 
 
-class SweGrader:
+class SweGrader(Grader):
     """See the module."""
 
     def __init__(self, task: Task, config: RewardConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self._grading = grading_data(SweGrading, task)
+        self.files = self._grading.files
         self._required = list(dict.fromkeys([*task.FAIL_TO_PASS, *task.PASS_TO_PASS]))
         if not self._required:
             raise ValueError(f"task {task.instance_id}: FAIL_TO_PASS and PASS_TO_PASS name no test")
-        self._files = list(dict.fromkeys(name.partition("::")[0] for name in self._required))
-        if odd := [name for name in self._files if not name.endswith(".py") or name.startswith(("/", "-"))]:
+        self._tests = list(dict.fromkeys(name.partition("::")[0] for name in self._required))
+        if odd := [name for name in self._tests if not name.endswith(".py") or name.startswith(("/", "-"))]:
             raise ValueError(f"task {task.instance_id}: {odd[0]!r}: test ids must be `path/test_file.py::name`")
         self.mounts = runner_mounts()
 
-    async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
-        hidden = {*self._grading.files, *self._files}
-        filtered = patches.filter_patch(patch, patches.touched(task.patch), hidden)
-        decided = await let_in(patch, filtered, sandbox)
-        if decided is not None:
-            return finish(decided, filtered.suspicions, filtered, {}, self._config)
-        if self._grading.files:
-            await sandbox.put({name: text.encode() for name, text in self._grading.files.items()})
+    @property
+    def hidden(self) -> set[str]:
+        return {*self.files, *self._tests}
+
+    async def _judge(self, task: Task, patch: str, filtered: patches.Filtered, sandbox: Sandbox) -> Grade:
         runs: list[tuple[str, dict[str, Any]]] = []
-        suspicions = list(filtered.suspicions)
+        suspicions: list[str] = []
         while len(runs) < self._grading.runs and (not runs or runs[-1][0].startswith("tests_failed")):
             nonce = secrets.token_hex(16)
             done = await self._run(nonce, added_lines(filtered.patch), sandbox)
@@ -84,7 +82,7 @@ class SweGrader:
             runs.append((reason, report))
             suspicions += odd
         reason, report = judge_runs(runs)
-        return finish(reason, list(dict.fromkeys(suspicions)), filtered, report, self._config)
+        return self._finish(reason, filtered, report, suspicions)
 
     async def _run(self, nonce: str, added: dict[str, list[int]], sandbox: Sandbox) -> ExecResult:
         grading = self._grading
@@ -92,7 +90,7 @@ class SweGrader:
         arguments += [] if grading.conftest else ["--noconftest"]
         for plugin in grading.plugins:
             arguments += ["-p", plugin]
-        order = {"nonce": nonce, "runner": RUNNER, "preload": PRELOAD, "tests": self._required, "files": self._files,
+        order = {"nonce": nonce, "runner": RUNNER, "preload": PRELOAD, "tests": self._required, "files": self._tests,
                  "paths": grading.paths, "arguments": arguments, "added": added}  # fmt: skip
         command = f"exec {shlex.quote(grading.python)} -I -c {shlex.quote(DRIVER)}"
         return await sandbox.exec(command, timeout_s=self._config.timeout_s, stdin=json.dumps(order).encode())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_ray.config import ConfigError, RewardConfig
-from lightning_ray.sandbox.base import Limits, Sandbox, SandboxError, SandboxSpec
+from lightning_ray.sandbox.base import Limits, Sandbox, SandboxError, SandboxSpec, running
 from lightning_ray.tasks.base import Grade, Task
 from lightning_ray.tasks.eval_script import ENVIRONMENT_FAILED
 from lightning_ray.tasks.grading import grader_for
@@ -69,13 +69,9 @@ async def judge_here(tasks: Sequence[Task], predictions: Mapping[str, Mapping[st
     async def grade(task: Task, patch: str) -> Grade:
         grader = grader_for(task, config)
         workspace = await asyncio.to_thread(workspaces.prepare, task)
-        sandbox = make(SandboxSpec(f"judge.{task.instance_id}", workspace, limits, grader.mounts,
-                                   image=task.image_name))
-        await sandbox.start()
-        try:
+        spec = SandboxSpec(f"judge.{task.instance_id}", workspace, limits, grader.mounts, image=task.image_name)
+        async with running(make(spec)) as sandbox:
             return await grader.grade(task, patch, sandbox)
-        finally:
-            await sandbox.stop()
 
     async def judge(task: Task) -> Outcome:
         async with places:

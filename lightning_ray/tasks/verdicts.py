@@ -3,13 +3,14 @@ becomes a grade.
 """
 
 import json
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from lightning_ray.config import RewardConfig
-from lightning_ray.sandbox.base import Sandbox
+from lightning_ray.sandbox.base import Mount, Sandbox
 from lightning_ray.tasks import patches
 from lightning_ray.tasks.base import Grade, Task
 
@@ -50,23 +51,59 @@ def grading_data(kind: type[Data], task: Task) -> Data:
         raise ValueError(f"task {task.instance_id}: grading: {error}") from error
 
 
-async def let_in(patch: str, filtered: patches.Filtered, sandbox: Sandbox) -> str | None:
-    """Applies the agent's patch, as far as it is let in, to the pristine workspace. The reason, where that alone
-    decides: `empty_patch`, `patch_refused`, or `patch_rejected: ` with what git said."""
-    if not patch.strip():
-        return "empty_patch"
-    if not filtered.paths:
-        return "patch_refused"
-    done = await sandbox.exec("git apply --whitespace=nowarn -", timeout_s=APPLY_TIMEOUT_S,
-                              stdin=filtered.patch.encode("utf-8", "surrogateescape"))
-    if done.returncode == 0:
-        return None
-    return f"patch_rejected: {' '.join(done.output.split())[:300] or f'exit status {done.returncode}'}"
+class Grader(ABC):
+    """Computes a reward from a patch, in a fresh sandbox over a pristine workspace. Raises `SandboxError` where the
+    sandbox fails; everything that a candidate does is a verdict."""
+
+    mounts: tuple[Mount, ...] = ()
+    """What its sandbox must show besides the workspace."""
+    files: Mapping[str, str] = {}
+    """Enter once the patch is applied, over whatever is there. No patch may touch them."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+
+    @property
+    def hidden(self) -> set[str]:
+        """Files that no patch may touch, whatever the solution touches."""
+        return set(self.files)
+
+    async def grade(self, task: Task, patch: str, sandbox: Sandbox) -> Grade:
+        filtered = patches.filter_patch(patch, patches.touched(task.patch), self.hidden)
+        decided = await self._let_in(patch, filtered, sandbox)
+        if decided is not None:
+            return self._finish(decided, filtered, {})
+        if self.files:
+            await sandbox.put({name: text.encode() for name, text in self.files.items()})
+        return await self._judge(task, patch, filtered, sandbox)
+
+    async def _let_in(self, patch: str, filtered: patches.Filtered, sandbox: Sandbox) -> str | None:
+        """Applies the agent's patch, as far as it is let in, to the pristine workspace. The reason, where that alone
+        decides: `empty_patch`, `patch_refused`, or `patch_rejected: ` with what git said."""
+        if not patch.strip():
+            return "empty_patch"
+        if not filtered.paths:
+            return "patch_refused"
+        done = await sandbox.exec("git apply --whitespace=nowarn -", timeout_s=APPLY_TIMEOUT_S,
+                                  stdin=filtered.patch.encode("utf-8", "surrogateescape"))
+        if done.returncode == 0:
+            return None
+        return f"patch_rejected: {' '.join(done.output.split())[:300] or f'exit status {done.returncode}'}"
+
+    @abstractmethod
+    async def _judge(self, task: Task, patch: str, filtered: patches.Filtered, sandbox: Sandbox) -> Grade:
+        """The grade of a patch that is applied, as far as it is let in."""
+
+    def _finish(self, reason: str, filtered: patches.Filtered, report: dict[str, Any],
+                suspicions: Sequence[str] = ()) -> Grade:
+        return finish(reason, filtered, report, self._config, suspicions)
 
 
-def finish(reason: str, suspicions: list[str], filtered: patches.Filtered, report: dict[str, Any],
-           config: RewardConfig) -> Grade:
-    """The grade of a verdict. With `reward.on_suspicion: zero` a suspicious solution does not count as one."""
+def finish(reason: str, filtered: patches.Filtered, report: dict[str, Any], config: RewardConfig,
+           suspicions: Sequence[str] = ()) -> Grade:
+    """The grade of a verdict. With `reward.on_suspicion: zero` a suspicious solution does not count as one.
+    `suspicions`: those beside the patch's own."""
+    suspicions = list(dict.fromkeys([*filtered.suspicions, *suspicions]))
     passed = reason == "passed"
     if passed and suspicions and config.on_suspicion == "zero":
         passed, reason = False, f"suspicious: {suspicions[0]}"

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_ray.config import ConfigError
 from lightning_ray.tasks import from_sdist, patches
-from lightning_ray.tasks.from_sdist import bugs, failure_of, git_patch, judge, sort_out, unpack
+from lightning_ray.tasks.from_sdist import bugs, failure_of, judge, sort_out, unpack
 from lightning_ray.tasks.statements import Plain, checked
 from lightning_ray.tasks.suite import SuiteRun
 
@@ -82,7 +82,7 @@ def test_a_patch_applies_and_reverses_with_git(tmp_path):
     package = unpack(archive(tmp_path), "shop==1.0")
     for path, mutation in bugs(package, 100, 0):
         after = mutation.apply(SOURCE)
-        patch = git_patch(path, SOURCE, after)
+        patch = patches.git_patch(path, SOURCE, after)
         assert patches.touched(patch) == {"shop/__init__.py"}
         file = tmp_path / "tree" / path
         file.parent.mkdir(parents=True, exist_ok=True)

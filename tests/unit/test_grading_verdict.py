@@ -98,7 +98,7 @@ def test_only_lines_with_the_nonce_are_the_drivers():
 )
 def test_suspicions_take_the_reward_or_are_flagged(on_suspicion, passed, reward, reason):
     filtered = patches.Filtered(refusals=[patches.Refusal("t.py", "test_file", True)])
-    grade = finish("passed", filtered.suspicions, filtered, {}, RewardConfig(on_suspicion=on_suspicion))
+    grade = finish("passed", filtered, {}, RewardConfig(on_suspicion=on_suspicion))
     assert (grade.passed, grade.reward, grade.reason) == (passed, reward, reason)
     assert grade.suspicions == ["test_file: t.py"] and grade.report == {"left_out": ["test_file: t.py"]}
 

@@ -16,7 +16,7 @@ from kubernetes.client import Configuration
 
 from lightning_ray.config import SandboxConfig
 from lightning_ray.sandbox import pack, probe
-from lightning_ray.sandbox.base import Backend, Limits, SandboxError, SandboxSpec, SandboxUnavailable
+from lightning_ray.sandbox.base import Backend, SandboxError, SandboxSpec, SandboxUnavailable, running
 from lightning_ray.sandbox.kubernetes.cluster import Cluster
 from lightning_ray.sandbox.kubernetes.sandbox import KubernetesSandbox
 
@@ -73,12 +73,8 @@ def checkout(cluster: Cluster, image: str, target: Path) -> None:
 
 async def _checkout(cluster: Cluster, image: str, target: Path) -> None:
     name = f"checkout-{secrets.token_hex(4)}"
-    sandbox = KubernetesSandbox(cluster, SandboxSpec(name, target, Limits(), image=image), of_image=True)
-    try:
-        await sandbox.start()
+    async with running(KubernetesSandbox(cluster, SandboxSpec(name, target, image=image), of_image=True)) as sandbox:
         archive = await sandbox.archive(CHECKOUT_BYTES)
-    finally:
-        await sandbox.stop()
     try:
         pack.extract(io.BytesIO(archive), target, without=".git")
     except (OSError, tarfile.TarError) as error:
@@ -87,12 +83,9 @@ async def _checkout(cluster: Cluster, image: str, target: Path) -> None:
 
 async def _look(cluster: Cluster) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="lightning_ray-check-") as directory:
-        sandbox = KubernetesSandbox(cluster, SandboxSpec(f"check-{secrets.token_hex(4)}", Path(directory), Limits()))
-        try:
-            await sandbox.start()
+        spec = SandboxSpec(f"check-{secrets.token_hex(4)}", Path(directory))
+        async with running(KubernetesSandbox(cluster, spec)) as sandbox:
             done = await sandbox.exec(SCRIPT, timeout_s=probe.TIMEOUT_S)
-        finally:
-            await sandbox.stop()
     if done.returncode or done.timed_out:
         raise SandboxError(f"the probe failed: {done.output.strip()[-300:]}")
     return faults(done.output)
