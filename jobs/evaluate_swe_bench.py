@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_ray.cli import naming_policy, separate_overrides
+from lightning_ray.cli import naming_policy, run_command
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.evaluation import remote_model
 from lightning_ray.evaluation.measure import Evaluation, NothingJudged, predictions_file, scores
@@ -44,17 +44,7 @@ Sample = Mapping[str, Mapping[str, str]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    plain, overrides = separate_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(plain)
-    try:
-        options.command(options, overrides)
-    except ConfigError as error:
-        print(f"evaluate_swe_bench: {error}", file=sys.stderr)
-        return 2
-    except NothingJudged as error:
-        print(f"evaluate_swe_bench: the evaluation failed: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(_parser(), arguments, failures=(NothingJudged,))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--config", type=Path, required=True, metavar="FILE", help="any of its settings can be given as "
                      "--part.field VALUE; --evaluation.samples K is for pass@k")
     remote_model.add_options(run)
-    run.set_defaults(command=_run)
+    run.set_defaults(run=_run)
 
     grade = commands.add_parser("grade", help="grading of predictions")
     grade.add_argument("-p", "--predictions", type=Path, action="append", required=True, metavar="FILE",
@@ -73,11 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     grade.add_argument("--config", type=Path, metavar="FILE", help="whose sandbox is used (default: the defaults)")
     grade.add_argument("--out", type=Path, required=True, metavar="DIR")
     grade.add_argument("--run-id", default="lightning-ray", help="of swebench's harness: names its logs")
-    grade.set_defaults(command=_grade)
+    grade.set_defaults(run=_grade)
 
     checkouts = commands.add_parser("checkouts", help="copy each instance's repository out of its image")
     checkouts.add_argument("--out", type=Path, required=True, metavar="DIR")
-    checkouts.set_defaults(command=_checkouts)
+    checkouts.set_defaults(run=_checkouts, settings=False)
 
     for command in (run, grade, checkouts):
         command.add_argument("data", type=Path, help=".parquet, .jsonl or .json")
@@ -203,8 +193,6 @@ def _tasks(options: argparse.Namespace, instances: Sequence[Instance], config: C
 def _checkouts(options: argparse.Namespace, overrides: list[str]) -> None:
     import docker
 
-    if overrides:
-        raise ConfigError(f"checkouts: {overrides[0]!r} is not understood. It takes no settings")
     client = docker.from_env()
     for instance in swe_bench.load(options.data, options.instance):
         place = options.out / instance["instance_id"]

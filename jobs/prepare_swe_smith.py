@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lightning_ray.cli import run_command
 from lightning_ray.config import ConfigError, SandboxConfig
 from lightning_ray.run_directory import write_whole
 from lightning_ray.sandbox import backend
@@ -31,13 +32,7 @@ from lightning_ray.tasks.statements import Model, Plain, Writer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    try:
-        options.run(options)
-    except ConfigError as error:
-        print(f"prepare_swe_smith: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(_parser(), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     published.add_argument("--exclude-repo", action="append", default=[], metavar="OWNER/NAME")
     published.add_argument("--snapshots", type=Path, metavar="FILE", help="branches that exist, one a line "
                            "(`git ls-remote --heads`); an instance without one is dropped")
-    published.set_defaults(run=_files)
+    published.set_defaults(run=_files, settings=False)
     _sizes(published, validation=400)
 
     made = commands.add_parser("sdist", help="make tasks from source packages that ship their tests")
@@ -66,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--statements-model", metavar="NAME")
     made.add_argument("--statements-key-env", default="OPENAI_API_KEY", metavar="VARIABLE",
                       help="where the endpoint's key is (default: %(default)s)")
-    made.set_defaults(run=_sdists)
+    made.set_defaults(run=_sdists, settings=False)
     _sizes(made, validation=0)
     return parser
 
@@ -78,7 +73,7 @@ def _sizes(parser: argparse.ArgumentParser, validation: int) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-def _files(options: argparse.Namespace) -> None:
+def _files(options: argparse.Namespace, overrides: list[str]) -> None:
     snapshots = None
     if options.snapshots is not None:
         if not options.snapshots.is_file():
@@ -100,7 +95,7 @@ def _rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}, {place}", row
 
 
-def _sdists(options: argparse.Namespace) -> None:
+def _sdists(options: argparse.Namespace, overrides: list[str]) -> None:
     writer = _writer(options)
     try:
         make = backend.choose(SandboxConfig()).make

@@ -23,7 +23,7 @@ import pyarrow.parquet
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lightning_ray.cli import naming_policy, separate_overrides
+from lightning_ray.cli import naming_policy, run_command
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.evaluation import remote_model
 from lightning_ray.evaluation.measure import Evaluation, NothingJudged
@@ -45,17 +45,7 @@ RATES = pyarrow.schema([
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    plain, overrides = separate_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(plain)
-    try:
-        probe(options, overrides)
-    except ConfigError as error:
-        print(f"probe_difficulty: {error}", file=sys.stderr)
-        return 2
-    except NothingJudged as error:
-        print(f"probe_difficulty: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(_parser(), arguments, failures=(NothingJudged,))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep-failing", type=float, default=0.2, metavar="SHARE",
                         help="of the tasks that no rollout solves (%(default)s)")
     remote_model.add_options(parser)
+    parser.set_defaults(run=probe)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The command line: `lightning-ray train | evaluate | compare | capture | view | doctor`.
+"""The command line: `lightning-ray train | evaluate | compare | capture | view | doctor`. The jobs share `run_command`.
 
 Exit status: 0 when done, 2 for bad input, 1 for a failed run, 130 when interrupted.
 """
@@ -33,19 +33,33 @@ QUIET = {
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     cut = words.index("--") if "--" in words else len(words)
-    plain, overrides = separate_overrides(words[:cut])
-    options, unknown = _parser().parse_known_args(plain)
-    overrides += unknown  # each command refuses them by name
-    options.command = words[cut + 1:]
+    parser = _parser()
+    parser.set_defaults(command=words[cut + 1:])
+    return run_command(parser, words[:cut])
+
+
+def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None,
+                failures: tuple[type[Exception], ...] = ()) -> int:
+    """Runs `run(options, overrides)`, a default of the parser, and says the exit status (`None` is done). Where another
+    default, `settings`, is False there are no overrides. Bad input and `failures` are one line on stderr."""
+    plain, overrides = separate_overrides(sys.argv[1:] if arguments is None else arguments)
+    parser.set_defaults(settings=True)
+    options, unknown = parser.parse_known_args(plain)
+    overrides += unknown  # refused by name where settings are read
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:
-        return options.run(options, overrides)
+        if overrides and not options.settings:
+            raise ConfigError(f"{overrides[0]!r} is not understood. See {parser.prog} --help")
+        return options.run(options, overrides) or DONE
     except ConfigError as error:
-        print(f"lightning-ray: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return BAD_INPUT
+    except failures as error:
+        print(f"{parser.prog}: failed: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
-        print("lightning-ray: interrupted", file=sys.stderr)
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -110,13 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="compare two evaluations on the same instances")
     compare.add_argument("first", type=Path, help="results.json of one policy")
     compare.add_argument("second", type=Path, help="results.json of the other")
-    compare.set_defaults(run=_compare)
+    compare.set_defaults(run=_compare, settings=False)
 
     view = commands.add_parser("view", help="read the rollouts of a run as conversations")
     view.add_argument("path", type=Path, help="a run directory or a Parquet file of rollouts")
     view.add_argument("--rollout", metavar="ID", help="show this one whole")
     view.add_argument("--step", type=int, help="list the rollouts of this step (default: the last)")
-    view.set_defaults(run=_view)
+    view.set_defaults(run=_view, settings=False)
 
     doctor = commands.add_parser("doctor", help="what this machine can isolate, and what memory a configuration needs")
     doctor.add_argument("--config", type=Path, metavar="FILE", help="compute its memory on each device")
@@ -215,8 +229,6 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 def _compare(options: argparse.Namespace, overrides: list[str]) -> int:
     from lightning_ray.evaluation.measure import compare_files
 
-    if overrides:
-        raise ConfigError(f"compare: {overrides[0]!r} is not understood. See lightning-ray compare --help")
     for name, value in compare_files(options.first, options.second).items():
         print(f"{name:17} {value}")
     return DONE
@@ -230,8 +242,6 @@ def _say_how_to_go_on(trainer) -> None:
 def _view(options: argparse.Namespace, overrides: list[str]) -> int:
     from lightning_ray.observe.viewer import view
 
-    if overrides:
-        raise ConfigError(f"view: {overrides[0]!r} is not understood. See lightning-ray view --help")
     return view(options.path, step=options.step, rollout_id=options.rollout)
 
 

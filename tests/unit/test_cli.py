@@ -1,8 +1,11 @@
 """What belongs to the command and what overrides a setting, wherever it stands."""
 
+import argparse
+
 import pytest
 
-from lightning_ray.cli import BAD_INPUT, main, separate_overrides
+from lightning_ray.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, main, run_command, separate_overrides
+from lightning_ray.config import ConfigError
 
 
 @pytest.mark.parametrize(("words", "plain", "overrides"), [
@@ -25,3 +28,25 @@ def test_an_override_without_a_value_is_named(capsys, tmp_path):
     (tmp_path / "c.yaml").write_text("")
     assert main(["train", str(tmp_path / "c.yaml"), "--run.steps"]) == BAD_INPUT
     assert "--run.steps has no value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("raised", "status", "said"), [
+    (None, DONE, ""), (ConfigError("x: no. Give y"), BAD_INPUT, "job: x: no. Give y\n"),
+    (LookupError("gone"), FAILED, "job: failed: gone\n"), (KeyboardInterrupt(), INTERRUPTED, "job: interrupted\n"),
+])
+def test_how_a_job_ends_is_its_exit_status_and_one_line(raised, status, said, capsys):
+    def run(options, overrides):
+        assert overrides == ["--run.steps", "3"]
+        if raised is not None:
+            raise raised
+
+    parser = argparse.ArgumentParser(prog="job")
+    parser.set_defaults(run=run)
+    assert run_command(parser, ["--run.steps", "3"], failures=(LookupError,)) == status
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("words", [["--run.steps", "3"], ["--stepz=3"], ["more"]])
+def test_a_command_without_settings_refuses_what_it_does_not_know(words, capsys):
+    assert main(["view", "runs/x", *words]) == BAD_INPUT
+    assert f"{words[0]!r} is not understood" in capsys.readouterr().err
