@@ -32,7 +32,7 @@ from lightning_ray.sandbox.base import Mount, Sandbox, SandboxSpec, running
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.mutations import Mutation, choose, mutations
 from lightning_ray.tasks.patches import git_patch
-from lightning_ray.tasks.pytest_mounts import runner_mounts
+from lightning_ray.tasks.pytest_run import runner_mounts
 from lightning_ray.tasks.statements import Failure, Plain, Writer
 from lightning_ray.tasks.suite import SuiteRun, run_suite
 from lightning_ray.tasks.swe import SweGrader

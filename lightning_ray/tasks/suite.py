@@ -1,25 +1,16 @@
-"""Runs a package's own test suite in a sandbox and says what became of each test.
-
-The code is trusted as far as its publisher is, and is isolated all the same. pytest is this installation's own, mounted
-read-only, with the same options as in grading (`tasks/swe.py`), so that a test that passes here passes there.
+"""Runs a package's own test suite in a sandbox and says what became of each test. The code is trusted as far as its
+publisher is, and is isolated all the same.
 """
 
-import json
-import secrets
-import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
 from lightning_ray.sandbox.base import Sandbox
-from lightning_ray.tasks.pytest_mounts import RUNNER
-from lightning_ray.tasks.verdicts import messages
-
-DRIVER = (Path(__file__).parent / "suite_driver.py").read_text()
+from lightning_ray.tasks.pytest_run import run_pytest
 
 
 @dataclass(frozen=True, slots=True)
 class SuiteRun:
-    """`tests`: id -> outcome (`passed`, `failed`, `skipped`); one that failed in setup or teardown is `failed`, too."""
+    """`tests`: id -> outcome (`passed`, `failed`, `skipped`, ...); one that failed in setup or teardown is `failed`."""
 
     tests: dict[str, str]
     seconds: dict[str, float]
@@ -28,6 +19,7 @@ class SuiteRun:
     ended: bool
     """The session came to its end in time."""
     output: str
+    """What kept tests from running, where something did."""
 
     def passed(self) -> set[str]:
         return {name for name, outcome in self.tests.items() if outcome == "passed"}
@@ -36,14 +28,12 @@ class SuiteRun:
 async def run_suite(sandbox: Sandbox, files: list[str], *, conftest: bool, paths: list[str], timeout_s: float
                     ) -> SuiteRun:
     """Runs the test files (paths in the workspace). Raises `SandboxError` where the sandbox fails."""
-    nonce = secrets.token_hex(8)
-    order = {"nonce": nonce, "runner": RUNNER, "files": files, "paths": paths, "conftest": conftest}
-    command = f"exec python3 -I -c {shlex.quote(DRIVER)}"
-    done = await sandbox.exec(command, timeout_s=timeout_s, stdin=json.dumps(order).encode())
-    found = messages(done.output, nonce)
-    tests = {each["id"]: each for each in found if "id" in each}
+    done, said = await run_pytest(sandbox, files, conftest=conftest, paths=paths, timeout_s=timeout_s)
+    tests = {each["id"]: each for each in said if "id" in each}
+    errors = [f"{each['collect_error']}: {each['detail']}" for each in said if "collect_error" in each]
     return SuiteRun(
         tests={name: each["outcome"] for name, each in tests.items()},
         seconds={name: each["seconds"] for name, each in tests.items()},
-        shown={name: each["shown"] for name, each in tests.items() if each["shown"]},
-        ended=bool(found) and "ended" in found[-1] and not done.timed_out, output=done.output[-2000:])
+        shown={name: each["shown"] for name, each in tests.items() if each["outcome"] == "failed"},
+        ended=bool(said) and "ended" in said[-1] and not done.timed_out,
+        output="\n".join([*errors, done.output if not said else ""])[-2000:])

@@ -9,14 +9,10 @@ that the tests need), `runs` (how often tests that failed are tried; where two r
 pytest is this installation's own, mounted read-only. A required test passes when it was reported once and its setup,
 call and teardown all passed; skipped and expected failures are none. Every required test must pass and the session
 must have come to its end. The candidate shares a process with the tests, so a determined one can forge its report:
-`swe_driver.py` says what is looked for. Where that is not enough, grade by `cases`.
+`pytest_driver.py` says what is looked for. Where that is not enough, grade by `cases`.
 """
 
-import json
 import re
-import secrets
-import shlex
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,17 +21,9 @@ from lightning_ray.config import RewardConfig
 from lightning_ray.sandbox.base import ExecResult, Sandbox
 from lightning_ray.tasks import patches
 from lightning_ray.tasks.base import Grade, Task
-from lightning_ray.tasks.pytest_mounts import RUNNER, runner_mounts
-from lightning_ray.tasks.verdicts import EARLY_EXIT, Grader, grading_data, messages, named
+from lightning_ray.tasks.pytest_run import run_pytest, runner_mounts
+from lightning_ray.tasks.verdicts import EARLY_EXIT, Grader, grading_data, named
 
-DRIVER = (Path(__file__).parent / "swe_driver.py").read_text()
-PRELOAD = (
-    "_pytest.assertion.rewrite", "_pytest.assertion.util", "_pytest.capture", "_pytest.doctest", "_pytest.unittest",
-    "_pytest.python", "_pytest.runner", "_pytest.reports", "_pytest.skipping", "_pytest.terminal", "_pytest.fixtures",
-    "_pytest.tmpdir", "_pytest.monkeypatch", "_pytest.threadexception", "_pytest.unraisableexception", "unittest.mock",
-    "pygments.lexers.python", "pygments.formatters.terminal", "difflib", "pprint", "inspect", "traceback", "doctest",
-)  # fmt: skip
-"""What the runner would import late, when the workspace's modules could stand in its way."""
 HUNK = re.compile(r"@@ -\d+(?:,\d+)? \+(\d+)(?:,\d+)? @@")
 
 
@@ -73,27 +61,19 @@ class SweGrader(Grader):
         return {*self.files, *self._tests}
 
     async def _judge(self, task: Task, patch: str, filtered: patches.Filtered, sandbox: Sandbox) -> Grade:
+        grading = self._grading
         runs: list[tuple[str, dict[str, Any]]] = []
         suspicions: list[str] = []
-        while len(runs) < self._grading.runs and (not runs or runs[-1][0].startswith("tests_failed")):
-            nonce = secrets.token_hex(16)
-            done = await self._run(nonce, added_lines(filtered.patch), sandbox)
-            reason, report, odd = verdict(self._required, done, messages(done.output, nonce))
+        while len(runs) < grading.runs and (not runs or runs[-1][0].startswith("tests_failed")):
+            done, said = await run_pytest(
+                sandbox, self._tests, tests=self._required, added=added_lines(filtered.patch), paths=grading.paths,
+                conftest=grading.conftest, config=grading.config, plugins=grading.plugins, python=grading.python,
+                timeout_s=self._config.timeout_s)
+            reason, report, odd = verdict(self._required, done, said)
             runs.append((reason, report))
             suspicions += odd
         reason, report = judge_runs(runs)
         return self._finish(reason, filtered, report, suspicions)
-
-    async def _run(self, nonce: str, added: dict[str, list[int]], sandbox: Sandbox) -> ExecResult:
-        grading = self._grading
-        arguments = ["-c", grading.config or "/dev/null"]
-        arguments += [] if grading.conftest else ["--noconftest"]
-        for plugin in grading.plugins:
-            arguments += ["-p", plugin]
-        order = {"nonce": nonce, "runner": RUNNER, "preload": PRELOAD, "tests": self._required, "files": self._tests,
-                 "paths": grading.paths, "arguments": arguments, "added": added}  # fmt: skip
-        command = f"exec {shlex.quote(grading.python)} -I -c {shlex.quote(DRIVER)}"
-        return await sandbox.exec(command, timeout_s=self._config.timeout_s, stdin=json.dumps(order).encode())
 
 
 def added_lines(patch: str) -> dict[str, list[int]]:

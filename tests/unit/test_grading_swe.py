@@ -7,7 +7,7 @@ from lightning_ray.sandbox.base import ExecResult
 from lightning_ray.tasks import patches
 from lightning_ray.tasks.base import Grade
 from lightning_ray.tasks.function_grader import graded
-from lightning_ray.tasks.pytest_mounts import runner_mounts
+from lightning_ray.tasks.pytest_run import runner_mounts
 from lightning_ray.tasks.swe import added_lines, judge_runs, verdict
 
 DONE = ExecResult("", 0)

@@ -1,12 +1,13 @@
-"""Runs pytest inside the grader's sandbox, as `python3 -I -c`; the candidate's code is imported by the tests, in this
+"""Runs pytest inside a sandbox, as `python3 -I -c`; in grading the candidate's code is imported by the tests, in this
 process. What can be kept from it is: pytest comes from outside and is imported first, nothing of the workspace is
 loaded by itself, and every test is reported on a channel with a nonce. What cannot be prevented in one process is
 looked for (`watch`): frames inspected, pytest's functions replaced, objects that equal anything.
 
-Input (stdin, JSON): `{"nonce", "runner": folder of pytest, "tests": [ids], "files": [paths], "paths": [folders for
-imports], "arguments": [more for pytest], "added": {path: [line numbers that the patch added]}}`.
+Input (stdin, JSON): `{"nonce", "runner": folder of pytest, "tests": [ids] (null: all), "files": [paths], "paths":
+[folders for imports], "arguments": [more for pytest], "added": {path: [line numbers that the patch added]}}`.
 Output, one line each on the descriptor that was stdout, after the nonce: `{"started"}`, `{"collect_error": path,
-"detail"}`, `{"id", "outcome", "detail"}`, `{"suspicion"}`, last `{"ended": exit status}`.
+"detail"}`, `{"id", "outcome", "detail", "seconds", "shown"}` (`shown`: where all tests run, of a failure the
+test's own lines and the message), `{"suspicion"}`, last `{"ended": exit status}`.
 """
 
 import json
@@ -15,6 +16,7 @@ import sys
 import types
 
 DETAIL = 300
+SHOWN = 1500
 INSPECTING = ("sys._getframe", "sys._current_frames", "gc.get_objects", "gc.get_referrers", "gc.get_referents")
 
 
@@ -43,15 +45,18 @@ def main() -> None:
     added = {os.path.join(workspace, path): set(lines) for path, lines in order["added"].items()}
     suspicions = watch(added, workspace)
     before = functions(pytest)
-    required = set(order["tests"])
+    required = order["tests"] and set(order["tests"])
 
     class Reporter:
         def __init__(self) -> None:
             self.phases: dict[str, list[tuple[str, str]]] = {}
             self.detail: dict[str, str] = {}
+            self.shown: dict[str, str] = {}
+            self.seconds: dict[str, float] = {}
 
         def pytest_collection_modifyitems(self, items: list) -> None:
-            items[:] = [item for item in items if item.nodeid in required]
+            if required is not None:
+                items[:] = [item for item in items if item.nodeid in required]
 
         def pytest_collectreport(self, report) -> None:
             if report.failed:
@@ -60,6 +65,9 @@ def main() -> None:
         def pytest_runtest_logreport(self, report) -> None:
             outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
             self.phases.setdefault(report.nodeid, []).append((report.when, outcome))
+            self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+            if report.failed and required is None:
+                self.shown.setdefault(report.nodeid, own_lines(report))
             if outcome != "passed":
                 self.detail[report.nodeid] = (report.longreprtext or str(report.longrepr))[-DETAIL:]
 
@@ -68,7 +76,8 @@ def main() -> None:
             outcomes = [outcome for _, outcome in phases if outcome != "passed"]
             whole = {"setup", "call", "teardown"} <= {when for when, _ in phases}
             outcome = outcomes[0] if outcomes else "passed" if whole else "incomplete"
-            say(id=nodeid, outcome=outcome, detail=self.detail.get(nodeid, ""))
+            say(id=nodeid, outcome=outcome, detail=self.detail.get(nodeid, ""), seconds=self.seconds.get(nodeid, 0.0),
+                shown=self.shown.get(nodeid, ""))
 
     arguments = [
         f"--rootdir={workspace}", "-p", "no:cacheprovider", "--import-mode=append", "--continue-on-collection-errors",
@@ -87,6 +96,19 @@ def main() -> None:
         say(suspicion=suspicion)
     say(ended=int(status))
     os._exit(0)
+
+
+def own_lines(report) -> str:
+    """The part of a failure's traceback that lies in the test itself, and the message."""
+    trace = getattr(report.longrepr, "reprtraceback", None)
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if trace is None or not trace.reprentries:
+        return str(report.longrepr)[-SHOWN:]
+    lines = list(getattr(trace.reprentries[0], "lines", []))
+    message = crash.message if crash is not None else ""
+    if message and not any(line.startswith("E ") for line in lines):
+        lines += [f"E       {line}" for line in message.split("\n")[:10]]
+    return "\n".join(lines)[-SHOWN:]
 
 
 def watch(added: dict[str, set[int]], workspace: str) -> list[str]:
