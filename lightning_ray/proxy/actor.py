@@ -35,7 +35,7 @@ class Proxy:
         self.generators = generators
         self.journal_dir = Path(journal_dir)
         self.server: Any = None
-        self.starting: Any = None
+        self.starting = asyncio.Lock()
         here = ray.get_runtime_context()
         self.restored = here.was_current_actor_reconstructed
         if self.restored:
@@ -46,17 +46,12 @@ class Proxy:
         return (await self._started()).address
 
     async def _started(self) -> Any:
-        if self.server is None:
-            if self.starting is None:
-                self.starting = asyncio.ensure_future(self._start())
-            try:
-                await asyncio.shield(self.starting)
-            finally:
-                if self.starting.done():
-                    self.starting = None
+        async with self.starting:
+            if self.server is None:
+                self.server = await self._start()
         return self.server
 
-    async def _start(self) -> None:
+    async def _start(self) -> Any:
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
         from lightning_ray.proxy.codec import Codec
@@ -70,7 +65,7 @@ class Proxy:
         gc.collect()
         gc.freeze()  # a million objects of imported modules, which collections need not look at again
         await server.start(restored=self.restored)
-        self.server = server
+        return server
 
     async def open(self, rollout: OpenRollout) -> Endpoint:
         """Make an endpoint for a rollout."""

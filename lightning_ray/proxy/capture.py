@@ -67,14 +67,10 @@ class Capture:
         key = blake2b(body, digest_size=16, key=dialect.encode()).digest()
         calls = asked.n * max(1, len(asked.prompts))
         exchange, new = self.session.admit(key, calls=calls, retried=retried, now_s=self.now())
-        if new:
-            self.tasks[exchange.ordinal] = asyncio.create_task(self._answer(exchange, asked, len(body), dialect))
-        return exchange, self.tasks.get(exchange.ordinal) or self._already_answered(exchange)
-
-    def _already_answered(self, exchange: Exchange) -> asyncio.Task:
-        """For an answer that an earlier process of this proxy recorded."""
-        self.tasks[exchange.ordinal] = asyncio.create_task(asyncio.sleep(0))
-        return self.tasks[exchange.ordinal]
+        if exchange.ordinal not in self.tasks:  # one that is not new was answered by an earlier process of this proxy
+            answer = self._answer(exchange, asked, len(body), dialect) if new else asyncio.sleep(0)
+            self.tasks[exchange.ordinal] = asyncio.create_task(answer)
+        return exchange, self.tasks[exchange.ordinal]
 
     def arrive(self, exchange: Exchange) -> None:
         exchange.waiting += 1
@@ -142,7 +138,7 @@ class Capture:
 
     async def _answer(self, exchange: Exchange, asked: Asked, body_bytes: int, dialect: str) -> None:
         try:
-            async with self.gate.turn():
+            async with self.gate.turns:
                 await self._ask(exchange, asked, body_bytes, dialect)
         except (ProxyError, asyncio.CancelledError):
             self.session.fail(exchange, counts=bool(exchange.choices))

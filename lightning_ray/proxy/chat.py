@@ -11,9 +11,8 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaTool
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
 from lightning_ray.proxy import sse
-from lightning_ray.proxy.codec import Codec
-from lightning_ray.proxy.dialect import Asked, chat_request, load, made
-from lightning_ray.proxy.errors import BadRequest, ProxyError, openai_body
+from lightning_ray.proxy.dialect import Asked, OpenAIDialect, chat_request, load, made
+from lightning_ray.proxy.errors import BadRequest
 from lightning_ray.proxy.session import Choice, Exchange, Session
 
 MOST_CHOICES = 128
@@ -44,15 +43,10 @@ def prepare(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-class Chat:
+class Chat(OpenAIDialect):
     """`POST /v1/chat/completions`."""
 
     name = "chat"
-    keep_alive = sse.KEEP_ALIVE
-
-    def __init__(self, codec: Codec, model: str) -> None:
-        self.codec = codec
-        self.model = model
 
     def read(self, body: bytes, session: Session) -> Asked:
         request = chat_request(prepare(load(body)), session.recent)
@@ -95,22 +89,12 @@ class Chat:
             lines.append(chunk([], usage=usage(exchange)))
         return sse.events(lines) + sse.DONE
 
-    def error(self, error: ProxyError) -> bytes:
-        return openai_body(error)
-
-    def stream_error(self, error: ProxyError) -> bytes:
-        return sse.event(openai_body(error).decode())
-
     def _message(self, choice: Choice) -> dict[str, Any]:
-        answer = choice.answer
-        fields: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if answer.tool_calls else "")}
-        if answer.reasoning:
-            fields |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
-        if answer.tool_calls:
-            fields["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in answer.tool_calls
-            ]
+        fields = dict(choice.answer.message())
+        if choice.answer.tool_calls and not fields["content"]:
+            fields["content"] = None
+        if choice.answer.reasoning:
+            fields["reasoning_content"] = choice.answer.reasoning
         return fields
 
     def _deltas(self, asked: Asked, choice: Choice) -> Iterable[tuple[ChoiceDelta, str | None, Any]]:
@@ -131,10 +115,7 @@ class Chat:
     def _logprobs(self, asked: Asked, choice: Choice) -> ChoiceLogprobs | None:
         if not asked.request.logprobs:
             return None
-        content = []
-        for token, logprob in zip(choice.token_ids, choice.logprobs, strict=True):
-            text = self.codec.decode([int(token)])
-            content.append(ChatCompletionTokenLogprob(
-                token=text, bytes=list(text.encode()), logprob=float(logprob), top_logprobs=[]
-            ))
-        return ChoiceLogprobs(content=content, refusal=None)
+        return ChoiceLogprobs(refusal=None, content=[
+            ChatCompletionTokenLogprob(token=text, bytes=list(text.encode()), logprob=logprob, top_logprobs=[])
+            for text, logprob in zip(self.tokens(choice), choice.logprobs.tolist(), strict=True)
+        ])

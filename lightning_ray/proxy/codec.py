@@ -126,9 +126,10 @@ class Codec:
 
     def _template(self, model_dir: Path, policy: PolicyConfig) -> str | None:
         if policy.chat_template is not None:
-            if not policy.chat_template.is_file():
-                raise ConfigError(f"policy.chat_template: {policy.chat_template} does not exist; give a Jinja file")
-            return load_chat_template(policy.chat_template)
+            file = policy.chat_template.expanduser()
+            if not file.is_file():
+                raise ConfigError(f"policy.chat_template: {file} does not exist; give a Jinja file")
+            return load_chat_template(file)
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 f"policy.path: the tokenizer in {model_dir} has no chat template; set policy.chat_template to a file"

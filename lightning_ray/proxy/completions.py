@@ -1,5 +1,6 @@
 """The dialect of OpenAI Completions: text and token-id prompts, one or several, streamed and not."""
 
+from itertools import accumulate
 from typing import Any
 
 from openai.types import Completion, CompletionChoice
@@ -8,21 +9,15 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from lightning_ray.proxy import sse
 from lightning_ray.proxy.chat import MOST_CHOICES, usage
-from lightning_ray.proxy.codec import Codec
-from lightning_ray.proxy.dialect import Asked, check, load, made
-from lightning_ray.proxy.errors import BadRequest, ProxyError, openai_body
+from lightning_ray.proxy.dialect import Asked, OpenAIDialect, check, load, made
+from lightning_ray.proxy.errors import BadRequest
 from lightning_ray.proxy.session import Choice, Exchange, Session
 
 
-class Completions:
+class Completions(OpenAIDialect):
     """`POST /v1/completions`."""
 
     name = "completions"
-    keep_alive = sse.KEEP_ALIVE
-
-    def __init__(self, codec: Codec, model: str) -> None:
-        self.codec = codec
-        self.model = model
 
     def read(self, body: bytes, session: Session) -> Asked:
         request = check(CompletionRequest, load(body))
@@ -54,12 +49,6 @@ class Completions:
             lines.append(self._dump(asked, exchange, created, [], usage=usage(exchange)))
         return sse.events(lines) + sse.DONE
 
-    def error(self, error: ProxyError) -> bytes:
-        return openai_body(error)
-
-    def stream_error(self, error: ProxyError) -> bytes:
-        return sse.event(openai_body(error).decode())
-
     def _dump(
         self, asked: Asked, exchange: Exchange, created: int, choices: list[CompletionChoice], **more: Any
     ) -> str:
@@ -77,9 +66,8 @@ class Completions:
     def _logprobs(self, asked: Asked, choice: Choice) -> Logprobs | None:
         if asked.request.logprobs is None:
             return None
-        tokens = [self.codec.decode([int(token)]) for token in choice.token_ids]
-        offsets = [sum(map(len, tokens[:index])) for index in range(len(tokens))]
+        tokens = self.tokens(choice)
+        offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
         return Logprobs(
-            tokens=tokens, text_offset=offsets, token_logprobs=[float(value) for value in choice.logprobs],
-            top_logprobs=None,
+            tokens=tokens, text_offset=offsets, token_logprobs=choice.logprobs.tolist(), top_logprobs=None
         )

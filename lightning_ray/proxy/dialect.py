@@ -9,10 +9,12 @@ from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMValidationError
 
-from lightning_ray.proxy.errors import BadRequest, ProxyError
+from lightning_ray.proxy import sse
+from lightning_ray.proxy.codec import Codec
+from lightning_ray.proxy.errors import BadRequest, ProxyError, openai_body
 from lightning_ray.proxy.message import Message, Recent
 from lightning_ray.proxy.plain import plain
-from lightning_ray.proxy.session import Exchange, Session
+from lightning_ray.proxy.session import Choice, Exchange, Session
 
 
 @dataclass(slots=True)
@@ -51,6 +53,26 @@ class Dialect(Protocol):
 
     def stream_error(self, error: ProxyError) -> bytes:
         """An error as an event, where the stream has begun."""
+
+
+class OpenAIDialect:
+    """What OpenAI's APIs have in common."""
+
+    keep_alive = sse.KEEP_ALIVE
+
+    def __init__(self, codec: Codec, model: str) -> None:
+        self.codec = codec
+        self.model = model
+
+    def error(self, error: ProxyError) -> bytes:
+        return openai_body(error)
+
+    def stream_error(self, error: ProxyError) -> bytes:
+        return sse.event(openai_body(error).decode())
+
+    def tokens(self, choice: Choice) -> list[str]:
+        """The text of each sampled token by itself."""
+        return [self.codec.decode([token]) for token in choice.token_ids.tolist()]
 
 
 _construct = BaseModel.__dict__["model_construct"].__func__

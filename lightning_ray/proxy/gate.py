@@ -2,8 +2,8 @@
 beyond the bound wait their turn; only a rollout that piles up many times as many is told to slow down."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lightning_ray.proxy.errors import NotFound, TooMany
@@ -24,7 +24,8 @@ class Gate:
         self.open = 0
         self.bytes = 0
         self.closed = False
-        self._turns = asyncio.Semaphore(most_running)
+        self.turns = asyncio.Semaphore(most_running)
+        """`async with` it while a call runs."""
 
     @contextmanager
     def visit(self) -> Iterator["Visit"]:
@@ -40,12 +41,6 @@ class Gate:
         finally:
             self.open -= 1
             self.bytes -= visit.bytes
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait until fewer calls run than may."""
-        async with self._turns:
-            yield
 
     def close(self) -> None:
         self.closed = True

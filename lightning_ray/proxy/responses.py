@@ -25,9 +25,8 @@ from vllm.entrypoints.openai.responses.utils import (
 from vllm.exceptions import VLLMValidationError
 
 from lightning_ray.proxy import sse
-from lightning_ray.proxy.codec import Codec
-from lightning_ray.proxy.dialect import Asked, chat_request, check, load, made
-from lightning_ray.proxy.errors import BadRequest, ProxyError, openai_body, openai_error
+from lightning_ray.proxy.dialect import Asked, OpenAIDialect, chat_request, check, load, made
+from lightning_ray.proxy.errors import BadRequest, ProxyError, openai_error
 from lightning_ray.proxy.sampling import NEUTRAL
 from lightning_ray.proxy.session import Choice, Exchange, Session
 
@@ -53,15 +52,10 @@ def prepare(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-class Responses:
+class Responses(OpenAIDialect):
     """`POST /v1/responses`."""
 
     name = "responses"
-    keep_alive = sse.KEEP_ALIVE
-
-    def __init__(self, codec: Codec, model: str) -> None:
-        self.codec = codec
-        self.model = model
 
     def read(self, body: bytes, session: Session) -> Asked:
         original = check(ResponsesRequest, prepare(load(body)))
@@ -121,9 +115,6 @@ class Responses:
             event = made(kind, sequence_number=number, **fields)
             events.append(sse.event(self._dump(event), event.type))
         return b"".join(events)
-
-    def error(self, error: ProxyError) -> bytes:
-        return openai_body(error)
 
     def stream_error(self, error: ProxyError) -> bytes:
         """Twice: as OpenAI's SDK raises it (the error inside the event), and as the end of the response, where other
@@ -246,10 +237,7 @@ class Responses:
     def _logprobs(self, asked: Asked, choice: Choice) -> list[Any] | None:
         if not asked.request.logprobs:
             return None
-        texts = [self.codec.decode([int(token)]) for token in choice.token_ids]
         return [
-            types.response_output_text.Logprob(
-                token=text, bytes=list(text.encode()), logprob=float(logprob), top_logprobs=[]
-            )
-            for text, logprob in zip(texts, choice.logprobs, strict=True)
+            types.response_output_text.Logprob(token=text, bytes=list(text.encode()), logprob=logprob, top_logprobs=[])
+            for text, logprob in zip(self.tokens(choice), choice.logprobs.tolist(), strict=True)
         ]

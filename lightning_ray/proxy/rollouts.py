@@ -18,7 +18,6 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -72,7 +71,8 @@ class ProxyServer:
         self.directory = journal_dir if config.journal else None
         self.life = secrets.token_hex(4)
         self.rollouts: dict[str, Rollout] = {}
-        self.tokens: dict[bytes, tuple[bytes, Rollout]] = {}
+        self.tokens: dict[bytes, Rollout] = {}
+        """By the hash of their token."""
         self.keeper: Keeper | None = None
         self.address: tuple[str, int] | None = None
 
@@ -142,9 +142,7 @@ class ProxyServer:
             listener.close()
             self.keeper.drop(name)
         else:
-            rollout.sites[int(port)] = await self.front.serve(
-                listener, partial(self._inside, rollout), most_connections=MOST_CONNECTIONS
-            )
+            await self._serve_inside(rollout, int(port), listener)
 
     def _add(self, opened: OpenRollout, token: str, began: float) -> Rollout:
         capture = Capture(
@@ -154,7 +152,7 @@ class ProxyServer:
         )
         rollout = Rollout(capture, token, None)
         self.rollouts[opened.rollout_id] = rollout
-        self.tokens[hashlib.sha256(token.encode()).digest()] = (token.encode(), rollout)
+        self.tokens[_hash(token)] = rollout
         return rollout
 
     def open(self, opened: OpenRollout) -> Endpoint:
@@ -187,9 +185,13 @@ class ProxyServer:
         listener = await asyncio.to_thread(listen_inside, pid, port)
         if self.keeper is not None:
             self.keeper.hold(f"{rollout_id}:{port}", listener)
-        rollout.sites[port] = await self.front.serve(
-            listener, partial(self._inside, rollout), most_connections=MOST_CONNECTIONS
-        )
+        await self._serve_inside(rollout, port, listener)
+
+    async def _serve_inside(self, rollout: Rollout, port: int, listener: socket.socket) -> None:
+        async def answer(request: web.BaseRequest) -> web.StreamResponse:
+            return await self.front.answer(rollout.capture, request, request.rel_url.raw_path)
+
+        rollout.sites[port] = await self.front.serve(listener, answer, most_connections=MOST_CONNECTIONS)
 
     async def finish(self, rollout_id: str) -> list[Call]:
         """Revoke the endpoint, cancel what is in flight, and return all calls. KeyError for an unknown rollout.
@@ -217,7 +219,7 @@ class ProxyServer:
         rollout.capture.gate.close()
         session.log = keep_nothing
         rollout.calls = session.calls()
-        self.tokens.pop(hashlib.sha256(rollout.token.encode()).digest(), None)
+        self.tokens.pop(_hash(rollout.token), None)
         asyncio.get_running_loop().call_later(FINISHED_S, self._forget, session.opened.rollout_id)
 
     def _forget(self, rollout_id: str) -> None:
@@ -249,11 +251,11 @@ class ProxyServer:
     async def _over_tcp(self, request: web.BaseRequest) -> web.StreamResponse:
         parts = request.rel_url.raw_path.split("/", 3)
         if len(parts) >= 3 and parts[1] == "r":
-            token = parts[2].encode()
-            known = self.tokens.get(hashlib.sha256(token).digest())
-            if known is not None and hmac.compare_digest(known[0], token):
-                return await self.front.answer(known[1].capture, request, "/" + (parts[3] if len(parts) > 3 else ""))
+            rollout = self.tokens.get(_hash(parts[2]))
+            if rollout is not None and hmac.compare_digest(rollout.token.encode(), parts[2].encode()):
+                return await self.front.answer(rollout.capture, request, "/" + (parts[3] if len(parts) > 3 else ""))
         return refuse(NotFound("There is nothing here."))
 
-    async def _inside(self, rollout: Rollout, request: web.BaseRequest) -> web.StreamResponse:
-        return await self.front.answer(rollout.capture, request, request.rel_url.raw_path)
+
+def _hash(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

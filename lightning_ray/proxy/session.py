@@ -276,7 +276,7 @@ class Session:
                 self.exchanges[ordinal].sent = Sent(dialect, [
                     (parent, np.frombuffer(new_ids, np.int32), relation) for parent, new_ids, relation in prompts
                 ])
-        cut_off = self.unanswered()
+        cut_off = [one for one in self.exchanges if not one.failed and len(one.choices) < one.calls]
         for exchange in cut_off:
             self._fail(exchange, counts=bool(exchange.choices))
         return cut_off
@@ -284,10 +284,6 @@ class Session:
     def lost(self) -> list[Exchange]:
         """Exchanges for which the engine was asked, and whose answers have not all been recorded."""
         return [one for one in self.exchanges if one.sent is not None and len(one.choices) < one.calls]
-
-    def unanswered(self) -> list[Exchange]:
-        """Exchanges that have begun and are neither answered nor failed."""
-        return [one for one in self.exchanges if not one.failed and len(one.choices) < one.calls]
 
     def prompt_ids(self, continues: int | None, new_ids: Sequence[int]) -> np.ndarray:
         """int32 [P]: a whole prompt, from the call that it continues and its new tokens."""

@@ -62,19 +62,15 @@ class Specials:
         self._lock = Lock()
 
     def occurs(self, text: str) -> bool:
-        """Whether the text contains a special token's characters, or a mark."""
-        return MARK in text or self.occurs_plain(text)
-
-    def last(self, text: str) -> str:
-        """The last special token that a template wrote into `text`, or an empty text."""
-        return max(self.texts, key=text.rfind) if self.occurs_plain(text) else ""
-
-    def occurs_plain(self, text: str) -> bool:
         """Whether the text contains a special token's characters, unmarked."""
         return self._pattern is not None and self._pattern.search(text) is not None
 
+    def last(self, text: str) -> str:
+        """The last special token that a template wrote into `text`, or an empty text."""
+        return max(self.texts, key=text.rfind) if self.occurs(text) else ""
+
     def protect_text(self, text: str) -> str:
-        if not self.occurs(text):
+        if MARK not in text and not self.occurs(text):
             return text
         text = text.replace(MARK, MARK + MARK)
         if self._pattern is None:
