@@ -76,7 +76,7 @@ def parse(row: Any, place: str) -> Task:
         raise ConfigError(f"{place}: {shown(row)} is no instance. Each must be an object with the fields of SWE-smith.")
     values = {name: value for name, value in row.items() if value is not None}
     for name in ("FAIL_TO_PASS", "PASS_TO_PASS"):
-        if isinstance(values.get(name), str):
+        if name in values:
             values[name] = test_list(values[name], name, place)
     try:
         return Task.model_validate(values)
@@ -89,14 +89,16 @@ def parse(row: Any, place: str) -> Task:
         ) from None
 
 
-def test_list(text: str, name: str, place: str) -> list[str]:
-    """A list of test ids from its JSON text."""
-    try:
-        names = json.loads(text)
-    except ValueError:
-        names = None
+def test_list(value: Any, name: str, place: str) -> list[str]:
+    """A list of test ids, given as a list or as its JSON text."""
+    names = value
+    if isinstance(value, str):
+        try:
+            names = json.loads(value)
+        except ValueError:
+            names = None
     if not isinstance(names, list):
-        raise ConfigError(f"{place}: field {name}: {shown(text)} is no list of test ids. Give a list or its JSON text.")
+        raise ConfigError(f"{place}: field {name}: {shown(value)} is no list of test ids. Give a list or its JSON text")
     return names
 
 

@@ -68,11 +68,7 @@ def _checked(row: Any, place: str) -> Instance:
     for name in TEXTS:
         if not isinstance(row.get(name), str) or not row[name].strip():
             raise ConfigError(f"{place}: field {name}: {shown(row.get(name))} is no text. {OLD}")
-    lists = {name: test_list(row[name], name, place) if isinstance(row.get(name), str) else row.get(name)
-             for name in LISTS}
-    for name, value in lists.items():
-        if not isinstance(value, list):
-            raise ConfigError(f"{place}: field {name}: {shown(value)} is no list of test ids. {OLD}")
+    lists = {name: test_list(row.get(name), name, place) for name in LISTS}
     return {**row, **lists, "version": str(row.get("version") or "")}
 
 

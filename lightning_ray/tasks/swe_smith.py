@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ray.config import ConfigError
+from lightning_ray.tasks.files import test_list
 
 Row = dict[str, Any]
 
@@ -71,15 +72,6 @@ def repository(name: str) -> str:
     return rest if "__" in rest else f"{owner.rpartition('/')[2]}__{rest}"
 
 
-def tests_of(row: Row, name: str) -> list[str]:
-    """A list of test ids, published as a list or as its JSON text. ValueError for anything else."""
-    value = row.get(name)
-    value = json.loads(value) if isinstance(value, str) and value.strip() else value or []
-    if not isinstance(value, list):
-        raise ValueError(f"{name} is no list of test ids")
-    return value
-
-
 def filtered(rows: Iterable[tuple[str, Row]], filters: Filters) -> tuple[list[Row], Report]:
     """The instances that are kept, in their order, and what became of all. `rows`: (place, instance), where the place
     names a malformed one in a `ConfigError`."""
@@ -90,8 +82,8 @@ def filtered(rows: Iterable[tuple[str, Row]], filters: Filters) -> tuple[list[Ro
     for place, row in rows:
         report.read += 1
         try:
-            reason = _why_not(row, filters, excluded, ids, bugs)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = _why_not(row, place, filters, excluded, ids, bugs)
+        except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{place}: no SWE-smith instance ({type(error).__name__}: {error}). Correct it or drop "
                               "the line") from None
         if reason is None:
@@ -102,7 +94,7 @@ def filtered(rows: Iterable[tuple[str, Row]], filters: Filters) -> tuple[list[Ro
     return kept, report
 
 
-def _why_not(row: Row, filters: Filters, excluded: set[str], ids: set[str], bugs: set[str]) -> str | None:
+def _why_not(row: Row, place: str, filters: Filters, excluded: set[str], ids: set[str], bugs: set[str]) -> str | None:
     name = row["instance_id"]
     if name in ids:
         return "duplicate_id"
@@ -113,10 +105,10 @@ def _why_not(row: Row, filters: Filters, excluded: set[str], ids: set[str], bugs
         return "no_statement"
     if filters.snapshots is not None and name not in filters.snapshots:
         return "missing_snapshot"
-    failing = tests_of(row, "FAIL_TO_PASS")
+    failing, passing = (test_list(row.get(name) or [], name, place) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
     if not failing:
         return "no_failing_test"
-    if len(failing) + len(tests_of(row, "PASS_TO_PASS")) > filters.max_tests:
+    if len(failing) + len(passing) > filters.max_tests:
         return "too_many_tests"
     if row.get("patch"):
         bug = hashlib.sha256(f"{repository(row.get('repo') or '')}\0{row['patch']}".encode()).hexdigest()
