@@ -1,6 +1,9 @@
-"""Calls on several actors at once, whose failures say which part they came from."""
+"""Calls on several actors at once, whose failures say which part they came from, and their end."""
+
+from collections.abc import Sequence
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 
@@ -29,3 +32,12 @@ def gather(calls: dict[str, ray.ObjectRef], survive: tuple[type[Exception], ...]
             error.add_note(f"raised by {names[ref]}")
             raise
     return [results[ref] for ref in names]
+
+
+def end(parts: Sequence[ActorHandle], timeout_s: float) -> None:
+    """Has actors stop, all at once, waits at most so long, and ends their processes."""
+    stopping = [part.stop.remote() for part in parts]
+    if stopping:
+        ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
+    for part in parts:
+        ray.kill(part)

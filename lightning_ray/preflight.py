@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 from lightning_ray.config import Config, ConfigError
-from lightning_ray.harness.spec import check_harness
+from lightning_ray.harness.checks import check_harness
 from lightning_ray.policy.source import check_policy
 from lightning_ray.sandbox.backend import check as check_sandbox
 from lightning_ray.sandbox.base import SandboxUnavailable

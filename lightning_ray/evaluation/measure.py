@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 
+from lightning_ray.calls import end
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.evaluation.bill import bill
 from lightning_ray.evaluation.comparison import compare, mean_with_interval, pass_at_k
@@ -100,10 +101,7 @@ class Evaluation:
                 fleet.stop()
         finally:
             self.progress.phase("stopping")
-            ray.wait([part.stop.remote() for part in generators] or [ray.put(None)],
-                     num_returns=max(1, len(generators)), timeout=STOP_TIMEOUT_S)
-            for part in generators:
-                ray.kill(part)
+            end(generators, STOP_TIMEOUT_S)
             session.stop()
 
     def _rollouts(self, fleet: Fleet | RemoteFleet, tasks: Sequence[Task]) -> dict[str, list[Trajectory]]:

@@ -14,6 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from lightning_ray.calls import end
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.harness.runner import Runner
 from lightning_ray.harness.spec import API_KEY, RolloutSpec
@@ -123,7 +124,5 @@ class RemoteFleet:
                                  reason=f"its runner died ({type(error).__name__})")
 
     def stop(self) -> None:
-        for runner in self.runners:
-            ray.wait([runner.stop.remote()], timeout=STOP_TIMEOUT_S)
-        for actor in [*self.runners, self.endpoint]:
-            ray.kill(actor)
+        end(self.runners, STOP_TIMEOUT_S)
+        ray.kill(self.endpoint)

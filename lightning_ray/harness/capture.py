@@ -12,7 +12,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +21,16 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from lightning_ray.calls import end
 from lightning_ray.config import Config, ConfigError, TasksConfig
+from lightning_ray.harness.checks import check_harness
 from lightning_ray.harness.command import LOG_CHARS
 from lightning_ray.harness.pool import WorkerPool
 from lightning_ray.harness.report import Ending, Parity, Report, report
 from lightning_ray.harness.rollouts import ProxyClient, Rollouts
 from lightning_ray.harness.runner import ProxyActor
 from lightning_ray.harness.scratch import Scratch
-from lightning_ray.harness.spec import RolloutSpec, check_harness, command_plan
+from lightning_ray.harness.spec import RolloutSpec, command_plan
 from lightning_ray.policy.source import check_policy
 from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.ray_session import RaySession
@@ -160,7 +161,8 @@ def capture(what: Capture) -> Report:
     except RayError as error:
         raise CaptureFailed(_cause(error)) from error
     finally:
-        _stop(actors)
+        for actor in reversed(actors):  # the proxy first: it asks the engine
+            end([actor], STOP_TIMEOUT_S)
         session.stop()
         scratch.remove()
         if what.backend is not None:
@@ -200,15 +202,6 @@ def _start(what: Capture, scratch: Scratch, actors: list) -> ray.actor.ActorHand
     actors += [generator, proxy]
     ray.get([generator.ready.remote(), proxy.start.remote()])
     return proxy
-
-
-def _stop(actors: Sequence[ray.actor.ActorHandle]) -> None:
-    for actor in reversed(actors):  # the proxy first: it asks the engine
-        try:
-            ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
-        except RayError as error:
-            print(f"lightning-ray: a part did not stop by itself ({type(error).__name__})", file=sys.stderr)
-        ray.kill(actor)
 
 
 def _cause(error: RayError) -> str:

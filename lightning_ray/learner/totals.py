@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -23,8 +25,11 @@ class Totals:
         self.seconds = dict.fromkeys(("forward_s", "backward_s", "optimizer_s"), 0.0)
         self.per_update = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0}
 
-    def timed(self, name: str) -> Timer:
-        return Timer(self.seconds, name)
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - started
 
     def shared(self, **values: float) -> None:
         """Values of one update that are the same on every rank."""
@@ -71,14 +76,3 @@ class Totals:
             "tokens_read": total["read"],
             "padding_share": 1 - total["read"] / total["area"],
         }
-
-
-class Timer:
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self.seconds, self.name = seconds, name
-
-    def __enter__(self) -> None:
-        self.started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds[self.name] += time.perf_counter() - self.started

@@ -55,11 +55,9 @@ def read_rollouts(path: Path) -> list[Trajectory]:
     for row in pq.read_table(path, schema=SCHEMA).to_pylist():
         trajectory = found.get(row["rollout_id"])
         if trajectory is None:
+            fields = {name: row[name] for name in ROLLOUT.names if name not in ("dropped", "timings", "notes")}
             trajectory = found[row["rollout_id"]] = Trajectory(
-                calls=[], timings=json.loads(row["timings"]), notes=json.loads(row["notes"]),
-                **{name: row[name] for name in (
-                    "rollout_id", "group_id", "task_id", "end", "reason", "reward", "passed", "patch", "suspicions",
-                    "discarded_tokens")})
+                calls=[], timings=json.loads(row["timings"]), notes=json.loads(row["notes"]), **fields)
         if row["call"] is not None:
             trajectory.calls.append(_call(row))
     return list(found.values())
@@ -94,9 +92,7 @@ def _rows(trajectory: Trajectory, max_tokens: int, dropped: str | None, train: s
 
 
 def _call(row: dict) -> Call:
+    fields = {name: row[name] for name in CALL.names if name not in ("call", "overridden", "loss_mask")}
     arrays = {"prompt_ids": np.int32, "sampled_ids": np.int32, "logprobs": np.float32, "versions": np.int32}
-    plain = ("dialect", "relation", "parent", "finish_reason", "masked", "system", "messages", "text", "started_s",
-             "finished_s")
-    return Call(index=row["call"], overridden=json.loads(row["overridden"]),
-                **{name: np.asarray(row[name], dtype) for name, dtype in arrays.items()},
-                **{name: row[name] for name in plain})
+    fields |= {name: np.asarray(row[name], dtype) for name, dtype in arrays.items()}
+    return Call(index=row["call"], overridden=json.loads(row["overridden"]), **fields)

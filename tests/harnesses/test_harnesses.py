@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 
 from lightning_ray.config import Config
+from lightning_ray.harness.checks import check_harness
 from lightning_ray.harness.report import Ending, report
 from lightning_ray.harness.rollouts import Rollouts
-from lightning_ray.harness.spec import RolloutSpec, check_harness
+from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.sandbox import backend
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.workspaces import Workspaces

@@ -10,9 +10,10 @@ import pytest_asyncio
 import yaml
 
 from lightning_ray.config import HarnessConfig, SamplingConfig
+from lightning_ray.harness.checks import check_harness
 from lightning_ray.harness.command import run_command
 from lightning_ray.harness.pool import WorkerPool
-from lightning_ray.harness.spec import check_harness, command_plan, mounts
+from lightning_ray.harness.spec import command_plan, mounts
 from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.sandbox.base import ExecResult, SandboxSpec
 from lightning_ray.sandbox.bubblewrap import Bubblewrap

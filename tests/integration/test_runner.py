@@ -12,9 +12,10 @@ import pytest_asyncio
 
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.harness import pool as pools
+from lightning_ray.harness.checks import check_harness
 from lightning_ray.harness.pool import WorkerDied, WorkerPool
 from lightning_ray.harness.rollouts import Rollouts
-from lightning_ray.harness.spec import RolloutSpec, check_harness
+from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.proxy.endpoint import Endpoint
 from lightning_ray.sandbox import backend
 from lightning_ray.sandbox.base import ExecResult, SandboxError

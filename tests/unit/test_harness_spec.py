@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_ray.config import ConfigError, HarnessConfig
-from lightning_ray.harness.spec import HarnessResult, check_harness, command_plan, fill
+from lightning_ray.harness.checks import check_harness
+from lightning_ray.harness.spec import HarnessResult, command_plan, fill
 
 
 def test_placeholders_are_filled_in_once():
@@ -44,7 +45,7 @@ def test_command_plan_points_both_vendors_sdks_at_the_endpoint():
 
 def test_the_default_harness_is_found_without_being_imported():
     code = ("import sys; from lightning_ray.config import HarnessConfig; "
-            "from lightning_ray.harness.spec import check_harness; check_harness(HarnessConfig()); "
+            "from lightning_ray.harness.checks import check_harness; check_harness(HarnessConfig()); "
             "sys.exit(any(name in sys.modules for name in ('litellm', 'minisweagent', 'ray', 'vllm')))")
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
