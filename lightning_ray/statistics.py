@@ -1,5 +1,6 @@
 """Pass rates with their uncertainty. Pure."""
 
+from collections.abc import Mapping
 from math import sqrt
 from typing import Any
 
@@ -18,3 +19,9 @@ def pass_rate(passed: int, total: int) -> dict[str, Any]:
     half = Z95 / (1 + spread) * sqrt(rate * (1 - rate) / total + spread / (4 * total))
     low, high = min(rate, max(0.0, centre - half)), max(rate, min(1.0, centre + half))  # rounding at 0 and 1
     return {"passed": passed, "total": total, "rate": rate, "ci95": [low, high]}
+
+
+def rate_text(result: Mapping[str, Any]) -> str:
+    """`0.92 (184 of 200, 95 % interval 0.87-0.95)`."""
+    low, high = result["ci95"]
+    return f"{result['rate']:.2f} ({result['passed']} of {result['total']}, 95 % interval {low:.2f}-{high:.2f})"

@@ -1,6 +1,7 @@
 """The learning curve of a run as a picture."""
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,17 @@ MEAN_OF = 5
 """Steps that the heavier line averages: one step has few rollouts, and its tasks are easy or hard by chance."""
 
 
-def draw_curve(path: Path, metrics: Sequence[dict[str, Any]], before: dict[str, Any] | None,
-               after: dict[str, Any] | None) -> None:
-    """Pass rate of training rollouts by step, and held-out pass rates with 95 % intervals, as a PNG."""
+def draw_curve(path: Path, metrics: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None,
+               after: Mapping[str, Any] | None) -> None:
+    """Writes `curve_png`, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(curve_png(metrics, before, after))
+    partial.replace(path)
+
+
+def curve_png(metrics: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None,
+              after: Mapping[str, Any] | None) -> bytes:
+    """Pass rate of training rollouts by step, and held-out pass rates with 95 % intervals."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     steps = [line["step"] for line in metrics]
@@ -22,7 +31,8 @@ def draw_curve(path: Path, metrics: Sequence[dict[str, Any]], before: dict[str, 
     if len(rates) >= MEAN_OF:
         means = np.convolve(rates, np.full(MEAN_OF, 1 / MEAN_OF), mode="valid")
         axes.plot(steps[MEAN_OF - 1:], means, color="#2f6db3", label=f"mean of the last {MEAN_OF} steps", linewidth=2)
-    between = [(line["step"], line["heldout_pass_rate"]) for line in metrics if "heldout_pass_rate" in line]
+    between = [(line["step"], line["heldout_pass_rate"]) for line in metrics
+               if line.get("heldout_pass_rate") is not None]
     if between:
         axes.plot(*zip(*between, strict=True), "o", color="#c2410c", markersize=4)
     last = steps[-1] if steps else 0
@@ -36,6 +46,6 @@ def draw_curve(path: Path, metrics: Sequence[dict[str, Any]], before: dict[str, 
     axes.set(xlabel="step (policy updates)", ylabel="pass rate", ylim=(-0.03, 1.03))
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
-    partial = path.with_suffix(".partial")
-    figure.savefig(partial, format="png", dpi=130)
-    partial.replace(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=130)
+    return picture.getvalue()

@@ -6,12 +6,14 @@ more.
 """
 
 import json
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 import numpy as np
 
+from lightning_ray.statistics import rate_text
 from lightning_ray.trajectory.branches import branches
 from lightning_ray.trajectory.call import Call, Trajectory
 from lightning_ray.trajectory.samples import call_mask
@@ -20,7 +22,7 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids to text, as a tokenizer's `decode`."""
 
 SHOWN_STEPS = 10
-WIDTH, HEIGHT = 480, 160
+WIDTH = 600
 TEXT = "white-space:pre-wrap;font-family:monospace;margin:2px 0"
 SAMPLED = f"{TEXT};border-left:3px solid #16a34a;padding-left:6px"
 LEAST_LOGPROB = -5.0
@@ -57,28 +59,15 @@ def run_html(name: str, metrics: Sequence[Mapping[str, Any]], summary: Mapping[s
     for when in ("before", "after"):
         result = (summary or {}).get(f"heldout_{when}")
         if result:
-            low, high = result["ci95"]
-            parts.append(f"<div>held-out pass rate {when}: {result['rate']:.2f} ({result['passed']} of "
-                         f"{result['total']}, 95 % interval {low:.2f}-{high:.2f})</div>")
+            parts.append(f"<div>held-out pass rate {when}: {rate_text(result)}</div>")
     if metrics:
-        parts += [curve_svg(metrics), _table(metrics[-SHOWN_STEPS:])]
+        from lightning_ray.observe.curve import curve_png  # matplotlib takes half a second, and `view` needs none
+
+        png = curve_png(metrics, *((summary or {}).get(f"heldout_{when}") for when in ("before", "after")))
+        parts.append(f'<img width="{WIDTH}" alt="pass rate by step" '
+                     f'src="data:image/png;base64,{b64encode(png).decode()}">')
+        parts.append(_table(metrics[-SHOWN_STEPS:]))
     return f'<div>{"".join(parts)}</div>'
-
-
-def curve_svg(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Pass rate of training rollouts by step, and held-out rates as dots."""
-    first, last = metrics[0]["step"], metrics[-1]["step"]
-
-    def place(step: float, rate: float) -> str:
-        across = (step - first) / max(1, last - first)
-        return f"{10 + across * (WIDTH - 20):.1f},{HEIGHT - 10 - rate * (HEIGHT - 20):.1f}"
-
-    line = " ".join(place(each["step"], each["pass_rate"]) for each in metrics)
-    dots = [place(each["step"], each["heldout_pass_rate"]).split(",") for each in metrics
-            if each.get("heldout_pass_rate") is not None]
-    marks = "".join(f'<circle cx="{x}" cy="{y}" r="3" fill="#c2410c"/>' for x, y in dots)
-    return (f'<svg width="{WIDTH}" height="{HEIGHT}" style="border:1px solid #d1d5db"><title>pass rate, 0 to 1, steps '
-            f'{first} to {last}</title><polyline points="{line}" fill="none" stroke="#2563eb"/>{marks}</svg>')
 
 
 def heading(call: Call) -> str:

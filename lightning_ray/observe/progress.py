@@ -13,6 +13,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from lightning_ray.run_directory import RunDirectory
+from lightning_ray.statistics import rate_text
 
 
 class Progress:
@@ -41,12 +42,6 @@ class Progress:
 
     def close(self) -> None:
         """Nothing comes any more."""
-
-
-def rate_text(result: dict[str, Any]) -> str:
-    """`0.92 (184 of 200, 95 % interval 0.87-0.95)`."""
-    low, high = result["ci95"]
-    return f"{result['rate']:.2f} ({result['passed']} of {result['total']}, 95 % interval {low:.2f}-{high:.2f})"
 
 
 def step_text(metrics: dict[str, Any]) -> str:
