@@ -46,8 +46,8 @@ def _shape(config: Config) -> Shape:
     path = config.policy.path.expanduser() / "config.json"
     try:
         return shape_of(json.loads(path.read_text()))
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"policy.path: {path} cannot be read ({error}). The model's config.json is all that is "
                           "needed") from None

@@ -6,9 +6,8 @@ or a body that is no object is a `FrameError`: the other side is not one of ours
 
 import asyncio
 import json
-import socket
 import struct
-from typing import Any
+from typing import Any, BinaryIO
 
 MAX_FRAME = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
@@ -44,23 +43,14 @@ def _length(header: bytes) -> int:
     return length
 
 
-def receive(connection: socket.socket) -> Message | None:
-    """The next message, or None at the end of the connection. Blocks."""
-    header = _exactly(connection, _LENGTH.size)
-    if header is None:
+def receive(stream: BinaryIO) -> Message | None:
+    """The next message of a connection (`socket.makefile`), or None at its end. Blocks."""
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
         return None
-    body = _exactly(connection, _length(header))
-    return None if body is None else decode(body)
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
-        part = connection.recv(min(count - len(parts), 1 << 20))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
+    length = _length(header)
+    body = stream.read(length)
+    return decode(body) if len(body) == length else None
 
 
 async def receive_async(reader: asyncio.StreamReader) -> Message | None:

@@ -101,7 +101,8 @@ class Worker:
             self._connection.sendall(data)
 
     def serve(self) -> None:
-        while (message := frames.receive(self._connection)) is not None:
+        stream = self._connection.makefile("rb")
+        while (message := frames.receive(stream)) is not None:
             rollout_id = message["rollout"]
             if message["type"] == "run":
                 environment = SandboxEnvironment(rollout_id, self.send)

@@ -61,11 +61,6 @@ def texts(content: Any) -> list[str]:
     return [text for text in found if text]
 
 
-def calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The function part of each tool call of an assistant message."""
-    return [call.get("function") or {} for call in message.get("tool_calls") or []]
-
-
 def digest(parts: Iterable[str | bytes]) -> bytes:
     """16 bytes that name a sequence of texts (each is delimited, so that no two sequences run together)."""
     state = blake2b(digest_size=16)
@@ -83,7 +78,8 @@ def message_parts(message: dict[str, Any]) -> list[str]:
         parts += ["name", str(message["name"])]
     for text in texts(message.get("content")):
         parts += ["text", text]
-    for function in calls_of(message):
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") or {}
         parts += ["call", str(function.get("name")), normal_arguments(function.get("arguments"))]
     return parts
 

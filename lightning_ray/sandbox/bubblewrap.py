@@ -12,8 +12,6 @@ import contextlib
 import functools
 import json
 import os
-import re
-import secrets
 import select
 import shutil
 import signal
@@ -26,7 +24,7 @@ from pathlib import Path
 from lightning_ray.sandbox import filesystem, limits, overlay, pack, seccomp, staging, uids
 from lightning_ray.sandbox.base import WORKSPACE, SandboxError, SandboxSpec, SandboxUnavailable
 from lightning_ray.sandbox.local import START_TIMEOUT_S, Local, Running
-from lightning_ray.sandbox.shell import Pipes
+from lightning_ray.sandbox.shell import Pipes, ready
 
 THREADS = 4
 """Threads that start and stop sandboxes, so that a thousand at once do not stall the event loop."""
@@ -96,37 +94,24 @@ def _setpriv() -> str:
 def _launch(spec: SandboxSpec, without: frozenset[str]) -> Processes:
     """Start the processes (in a thread: it blocks)."""
     inherited: list[int] = []  # descriptors that only the child needs
-    ours: list[int] = []
 
     def keep(descriptor: int) -> int:
         inherited.append(descriptor)
         return descriptor
 
-    def pipe() -> tuple[int, int]:
-        read, write = os.pipe2(os.O_CLOEXEC)
-        return read, write
-
-    name = re.sub(r"[^A-Za-z0-9_-]", "_", spec.name)[:64]
-    group = limits.LimitedGroup(f"{name}.{secrets.token_hex(4)}", spec.limits)
+    group = limits.LimitedGroup(limits.unique(spec.name), spec.limits)
     owners = None if "user" in without else uids.of_this_process()
     uid = owners.take() if owners else None
     outer: subprocess.Popen[bytes] | None = None
+    pipes: Pipes | None = None
     process = -1
     try:
-        script_in, script = pipe()
-        output, output_in = pipe()
-        status, status_in = pipe()
-        data_in, data = pipe()
-        info, info_in = pipe()
-        block_in, block = pipe()
-        inherited += [script_in, output_in, status_in, data_in, info_in, block_in]
-        ours += [script, output, status, data]
-        once = [info, block]
+        pipes, inside = Pipes.make()
+        script, output = inside[:2]
+        info, info_in = os.pipe2(os.O_CLOEXEC)
+        block_in, block = os.pipe2(os.O_CLOEXEC)
+        inherited += [*inside, info_in, block_in]
         try:
-            for descriptor in ours:
-                os.set_blocking(descriptor, False)
-            drain = os.open(f"/proc/self/fd/{data_in}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            ours.append(drain)
             with _layers(spec, uid) as layers:
                 workspace = -1 if layers else keep(pack.open_pack(spec.workspace))
                 args = filesystem.arguments(spec, keep, str if uid is None else staging.stage, layers)
@@ -140,9 +125,9 @@ def _launch(spec: SandboxSpec, without: frozenset[str]) -> Processes:
                 outer = subprocess.Popen(
                     [*command, "--args", str(listing), "--", filesystem.SHELL],
                     env={**environment, limits.MARK: limits.owner()},
-                    stdin=script_in, stdout=output_in, stderr=output_in, pass_fds=inherited, cwd="/",
+                    stdin=script, stdout=output, stderr=output, pass_fds=inherited, cwd="/",
                 )  # fmt: skip
-                closing = [number for number in inherited if number not in (workspace, status_in, data_in)]
+                closing = [number for number in inherited if number not in (workspace, *inside[2:])]
                 while inherited:
                     os.close(inherited.pop())
                 group.create()
@@ -150,32 +135,30 @@ def _launch(spec: SandboxSpec, without: frozenset[str]) -> Processes:
             group.admit(pid)
             os.write(block, b"x")
         finally:
-            for descriptor in once:
-                os.close(descriptor)
+            os.close(info)
+            os.close(block)
     except BaseException as error:
         if outer is not None:
             _kill(outer, process)
         if process >= 0:
             os.close(process)
-        said = _said(output) if ours else ""
-        for descriptor in [*inherited, *ours]:
+        said = pipes.said() if pipes else ""
+        for descriptor in inherited:
             os.close(descriptor)
+        if pipes:
+            pipes.close()
         group.remove()
         if owners and uid is not None:
             owners.give_back(uid)
         if isinstance(error, (OSError, SandboxError)) and not isinstance(error, SandboxUnavailable):
             raise SandboxError(f"the sandbox {spec.name} cannot be started: {said or error}") from error
         raise
-    pipes = Pipes(script, output, status, data, drain, status_in, data_in)
     bootstrap = (
         f"{limits.ulimits(spec.limits, set(limits.places()))}\n"
         f"exec {' '.join(f'{number}<&-' for number in closing)}\n"
     )
     if workspace >= 0:
-        bootstrap += (
-            f"tar -xf - -C {WORKSPACE} --no-same-owner <&{workspace} {workspace}<&- {status_in}<&- {data_in}<&-\n"
-            f"done=$?; exec {workspace}<&-; (exit $done)"
-        )
+        bootstrap += pipes.unpacking(workspace, WORKSPACE)
     return Processes(pid, process, pipes, bootstrap, outer, group, uid)
 
 
@@ -204,25 +187,12 @@ def _child_pid(info: int) -> tuple[int, int]:
     """The first process inside, from bubblewrap's --info-fd, and a pidfd of it."""
     text = b""
     while b"}" not in text:
-        read = os.read(info, 4096) if _readable(info, START_TIMEOUT_S) else b""
+        read = os.read(info, 4096) if ready(info, select.POLLIN, START_TIMEOUT_S) else b""
         if not read:
             raise SandboxError("no first process")
         text += read
     pid = json.loads(text)["child-pid"]
     return pid, os.pidfd_open(pid)
-
-
-def _readable(descriptor: int, timeout_s: float) -> bool:
-    """Wait until there is something to read (`select` cannot take descriptors above 1023)."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
-
-
-def _said(output: int) -> str:
-    with contextlib.suppress(BlockingIOError):
-        return os.read(output, 4096).decode("utf-8", "replace").strip()
-    return ""
 
 
 def _kill(outer: subprocess.Popen[bytes], process: int) -> None:
@@ -232,7 +202,7 @@ def _kill(outer: subprocess.Popen[bytes], process: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)
         handle = os.pidfd_open(outer.pid)
-        _readable(handle, END_TIMEOUT_S)  # it is when the process has ended
+        ready(handle, select.POLLIN, END_TIMEOUT_S)  # it is when the process has ended
         os.close(handle)
     outer.kill()
     outer.wait()

@@ -14,11 +14,9 @@ import contextlib
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -88,7 +86,6 @@ class Containers:
             raise SandboxUnavailable(f"no container can be started: {error}") from error
         return {**facts, "unsafe": self.images.unsafe} if self.images.unsafe else facts
 
-
     def close(self) -> None:
         """Remove what could not be removed when its sandbox stopped. No sandbox is used any more."""
         self.images.close()
@@ -129,15 +126,14 @@ class Container(Local):
 
 def _launch(spec: SandboxSpec, image: Image, runtime: str, names: set[str]) -> Held:
     """Start the container (in a thread: it blocks). Its name is in `names` for as long as it may be there."""
-    directory = Path(tempfile.mkdtemp(prefix=f"{limits.PREFIX}{limits.owner()}."))
+    directory = limits.directory()
     owners = None if daemon.has_own_user_namespace() else uids.of_this_process()
     if owners is None and not daemon.has_own_user_namespace():
         shutil.rmtree(directory)
         raise SandboxUnavailable("the container daemon runs as root and this process does not: run as root, or use a "
                                  "daemon without root rights of your own")
     uid = owners.take() if owners else None
-    plain = re.sub(r"[^A-Za-z0-9_-]", "_", spec.name)[:64]
-    name = f"{limits.PREFIX}{limits.owner()}.{plain}.{secrets.token_hex(4)}"
+    name = f"{limits.PREFIX}{limits.owner()}.{limits.unique(spec.name)}"
     fifos = None
     names.add(name)
     try:
@@ -156,7 +152,7 @@ def _launch(spec: SandboxSpec, image: Image, runtime: str, names: set[str]) -> H
         pid = daemon.client().inspect_container(container)["State"]["Pid"]
         process = _open_process(pid, container)
     except BaseException as error:
-        said = fifos.said() if fifos else ""
+        said = fifos.pipes.said() if fifos else ""
         daemon.remove(name)
         names.discard(name)
         if fifos:
@@ -169,7 +165,7 @@ def _launch(spec: SandboxSpec, image: Image, runtime: str, names: set[str]) -> H
             raise SandboxError(f"the sandbox {spec.name} cannot be started: {detail}") from error
         raise
     bootstrap = f"{limits.ulimits(spec.limits, set(limits.CONTROLLERS))}; true"
-    return Held(pid, process, fifos.pipes(), bootstrap, name, uid, directory)
+    return Held(pid, process, fifos.pipes, bootstrap, name, uid, directory)
 
 
 def _settings(spec: SandboxSpec, image: Image, runtime: str, directory: Path, uid: int) -> dict[str, Any]:

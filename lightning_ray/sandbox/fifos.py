@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning_ray.sandbox.base import SandboxError
-from lightning_ray.sandbox.shell import Pipes
+from lightning_ray.sandbox.shell import Pipes, ready
 
 SCRIPT, OUTPUT, STATUS, DATA = "script", "output", "status", "data"
 INSIDE_STATUS, INSIDE_DATA = 3, 4
@@ -40,32 +40,29 @@ class Fifos:
         for name in (SCRIPT, OUTPUT, STATUS, DATA):
             os.mkfifo(directory / name)
             (directory / name).chmod(0o666)  # the user inside is another one
-        self._open: list[int] = []
-        self.output = self._end(OUTPUT, os.O_RDONLY)
-        self.status = self._end(STATUS, os.O_RDONLY)
-        self._drain = self._end(DATA, os.O_RDONLY)
-        self._holders = [self._end(name, os.O_RDWR) for name in (SCRIPT, DATA)]  # so that nobody's opening blocks
-        self.script = self._end(SCRIPT, os.O_WRONLY)
-        self.data = self._end(DATA, os.O_WRONLY)
 
-    def _end(self, name: str, flags: int) -> int:
-        self._open.append(os.open(self._directory / name, flags | os.O_NONBLOCK | os.O_CLOEXEC))
-        return self._open[-1]
+        def end(name: str, flags: int) -> int:
+            return os.open(directory / name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+        output, status, drain = (end(name, os.O_RDONLY) for name in (OUTPUT, STATUS, DATA))
+        self._holders = [end(name, os.O_RDWR) for name in (SCRIPT, DATA)]  # so that nobody's opening blocks
+        self.pipes = Pipes(end(SCRIPT, os.O_WRONLY), output, status, end(DATA, os.O_WRONLY), drain, INSIDE_STATUS,
+                           INSIDE_DATA)
+        """For a `Shell`, which closes them from then on."""
 
     def wait_ready(self, timeout_s: float, fault: Callable[[], str]) -> None:
         """Until the shell has opened its ends, which are then private. `fault` says why it never will, or nothing."""
-        os.write(self.script, b"echo ready >&%d\n" % INSIDE_STATUS)
+        os.write(self.pipes.script, b"echo ready >&%d\n" % INSIDE_STATUS)
         deadline = time.monotonic() + timeout_s
-        while not _ready(self.status, select.POLLIN, GLANCE_S):
+        while not ready(self.pipes.status, select.POLLIN, GLANCE_S):
             if reason := fault():
                 raise SandboxError(reason)
             if time.monotonic() > deadline:
                 raise SandboxError(f"no shell came up inside within {timeout_s:g} s")
-        if os.read(self.status, len(READY)) != READY:
+        if os.read(self.pipes.status, len(READY)) != READY:
             raise SandboxError("the shell inside died at its start")
-        for descriptor in self._holders:
-            os.close(descriptor)
-            self._open.remove(descriptor)
+        while self._holders:
+            os.close(self._holders.pop())
         for name in (SCRIPT, OUTPUT, STATUS, DATA):
             (self._directory / name).unlink()
 
@@ -76,38 +73,23 @@ class Fifos:
         script = (f"head -c {size} <&{INSIDE_DATA} {private} | tar -xf - -C {target} --no-same-owner {private}\n"
                   f"echo unpacked $? >&{INSIDE_STATUS}\n")  # fmt: skip
         with contextlib.suppress(BrokenPipeError):  # the end of file on the status pipe tells
-            os.write(self.script, script.encode())
+            os.write(self.pipes.script, script.encode())
         deadline = time.monotonic() + timeout_s
         offset = 0
-        while not _ready(self.status, select.POLLIN, 0.0 if offset < size else GLANCE_S):
-            if offset < size and _ready(self.data, select.POLLOUT, GLANCE_S):
+        while not ready(self.pipes.status, select.POLLIN, 0.0 if offset < size else GLANCE_S):
+            if offset < size and ready(self.pipes.data, select.POLLOUT, GLANCE_S):
                 with contextlib.suppress(BlockingIOError):
-                    offset += os.sendfile(self.data, archive, offset, size - offset)
+                    offset += os.sendfile(self.pipes.data, archive, offset, size - offset)
             if time.monotonic() > deadline:
                 raise SandboxError(f"unpacking into {target} took longer than {timeout_s:g} s")
-        answer = os.read(self.status, 100)
+        answer = os.read(self.pipes.status, 100)
         if not answer:
             raise SandboxError("the shell inside died while the workspace was unpacked")
         if answer != b"unpacked 0\n":
-            raise SandboxError(f"the workspace does not fit into the sandbox: {self.said()}")
-
-    def said(self) -> str:
-        """What the shell printed so far."""
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self.output, 4096).decode("utf-8", "replace").strip()
-        return ""
-
-    def pipes(self) -> Pipes:
-        """For a `Shell`, which closes them from then on."""
-        self._open.clear()
-        return Pipes(self.script, self.output, self.status, self.data, self._drain, INSIDE_STATUS, INSIDE_DATA)
+            raise SandboxError(f"the workspace does not fit into the sandbox: {self.pipes.said()}")
 
     def close(self) -> None:
-        while self._open:
-            os.close(self._open.pop())
-
-
-def _ready(descriptor: int, event: int, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, event)
-    return bool(poll.poll(timeout_s * 1000))
+        """Where no `Shell` has the pipes."""
+        for descriptor in self._holders:
+            os.close(descriptor)
+        self.pipes.close()

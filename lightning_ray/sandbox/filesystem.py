@@ -11,7 +11,6 @@ import functools
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def etc() -> dict[str, bytes]:
 @functools.cache
 def own_directory() -> Path:
     """A directory that everyone may look into and that is removed when this process ends, or by `limits.janitor`."""
-    directory = Path(tempfile.mkdtemp(prefix=f"{limits.PREFIX}{limits.owner()}."))
+    directory = limits.directory()
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     directory.chmod(0o755)
     return directory

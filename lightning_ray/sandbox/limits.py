@@ -9,6 +9,8 @@ own, named after the process that owns it, so that the janitor can tell whose th
 import contextlib
 import functools
 import os
+import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -82,6 +84,16 @@ def applied(pid: int, limits: Limits) -> dict[str, str]:
                 if (hierarchy.own / file).read_text().strip() == settings(name, hierarchy.version, limits)[file]:
                     found[name] = f"cgroup v{hierarchy.version}"
     return found
+
+
+def unique(name: str) -> str:
+    """A name for what belongs to one sandbox, from the sandbox's own."""
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:64]}.{secrets.token_hex(4)}"
+
+
+def directory() -> Path:
+    """A new one, for what this process holds for sandboxes. `janitor` removes it once the process is gone."""
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{owner()}."))
 
 
 @functools.cache

@@ -1,35 +1,22 @@
 """A listening socket inside a sandbox's network namespace: the sandbox's only way out, served by the host.
 
 Nothing runs inside for it, and which socket a request came in on says which sandbox sent it.
+
+This file imports the standard library alone: its helper process runs it by path.
 """
 
 import ctypes
+import fcntl
 import os
 import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
-CLONE_NEWNET = 0x40000000
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+NS_GET_USERNS = 0xB701
+"""ioctl(2): a descriptor of the user namespace that owns a namespace."""
 BACKLOG = 256
-
-CHILD = f"""
-import ctypes, fcntl, os, socket, sys
-namespace, channel, port = map(int, sys.argv[1:])
-channel = socket.socket(fileno=channel)
-setns = ctypes.CDLL(None, use_errno=True).setns
-try:
-    for descriptor, kind in (fcntl.ioctl(namespace, 0xB701), 0x10000000), (namespace, 0x40000000):  # NS_GET_USERNS
-        if setns(descriptor, kind):
-            raise OSError(ctypes.get_errno(), "setns: " + os.strerror(ctypes.get_errno()))
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
-    listener.listen({BACKLOG})
-    socket.send_fds(channel, [b"+"], [listener.fileno()])
-except OSError as error:
-    channel.send(str(error).encode())
-"""
 
 
 def listen_inside(pid: int, port: int) -> socket.socket:
@@ -59,30 +46,25 @@ def _listener(port: int) -> socket.socket:
     return listener
 
 
+def _enter(namespace: int, kind: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, kind):
+        raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+
+
 def _in_thread(namespace: int, port: int) -> socket.socket:
-    result: list[socket.socket | OSError] = []
+    def work() -> socket.socket:
+        _enter(namespace, CLONE_NEWNET)
+        return _listener(port)
 
-    def work() -> None:  # a thread of its own: setns is per thread, and this one ends right after
-        try:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
-            result.append(_listener(port))
-        except OSError as error:
-            result.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if isinstance(result[0], OSError):
-        raise result[0]
-    return result[0]
+    with ThreadPoolExecutor(1) as thread:  # of its own: setns is per thread, and this one ends right after
+        return thread.submit(work).result()
 
 
 def _in_child(namespace: int, port: int) -> socket.socket:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", CHILD, str(namespace), str(theirs.fileno()), str(port)],
+            [sys.executable, "-I", "-S", __file__, str(namespace), str(theirs.fileno()), str(port)],
             pass_fds=(namespace, theirs.fileno()), env={}, stdin=subprocess.DEVNULL,
         )
         theirs.close()
@@ -94,3 +76,18 @@ def _in_child(namespace: int, port: int) -> socket.socket:
     listener = socket.socket(fileno=descriptors[0])
     listener.setblocking(False)
     return listener
+
+
+def _help(namespace: int, channel: socket.socket, port: int) -> None:
+    """What the helper does."""
+    try:
+        _enter(fcntl.ioctl(namespace, NS_GET_USERNS), CLONE_NEWUSER)
+        _enter(namespace, CLONE_NEWNET)
+        with _listener(port) as listener:
+            socket.send_fds(channel, [b"+"], [listener.fileno()])
+    except OSError as error:
+        channel.send(str(error).encode())
+
+
+if __name__ == "__main__":
+    _help(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))

@@ -6,8 +6,8 @@ isolation that is silently missing is an error and no surprise.
 
 import asyncio
 import os
-import threading
 from collections.abc import Collection, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lightning_ray.sandbox.base import Sandbox, SandboxError
@@ -79,18 +79,5 @@ def faults(said: str, host: dict[str, str], variables: set[str], without: Collec
 
 def apart(work: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine that runs in a thread and an event loop of its own: the caller may be in one."""
-    found: list[Any] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(asyncio.run(work))
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
-    return found[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()

@@ -36,11 +36,12 @@ NAMESPACE_FLAGS = (0x00000080, 0x00020000, 0x02000000, 0x04000000, 0x08000000, 0
 
 TERMINAL_INJECTION = (0x5412, 0x541C)
 """ioctl requests TIOCSTI and TIOCLINUX: they type into a terminal."""
+COMPARE = "SCMP_CMP_"
 
 
 @functools.cache
 def program() -> bytes:
-    """The filter as classic BPF, compiled once per process. `SandboxUnavailable` where libseccomp is missing."""
+    """`profile` as classic BPF, compiled once per process. `SandboxUnavailable` where libseccomp is missing."""
     try:
         import pyseccomp
     except (ImportError, OSError, RuntimeError) as error:
@@ -49,23 +50,15 @@ def program() -> bytes:
             "(Debian: apt-get install libseccomp2) and the Python package pyseccomp"
         ) from error
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
-    refuse = pyseccomp.ERRNO(errno.EPERM)
-    for name in REFUSED:
-        try:
-            rules.add_rule(refuse, name)
-        except (OSError, ValueError):
-            if _exists_here(pyseccomp, name):
-                raise
-    rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
-    for flag in NAMESPACE_FLAGS:
-        rules.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
-    unsupported = pyseccomp.ERRNO(errno.EAFNOSUPPORT)
-    highest = max(FAMILIES)
-    for family in set(range(highest)) - set(FAMILIES):
-        rules.add_rule(unsupported, "socket", pyseccomp.Arg(0, pyseccomp.EQ, family))
-    rules.add_rule(unsupported, "socket", pyseccomp.Arg(0, pyseccomp.GT, highest))
-    for request in TERMINAL_INJECTION:
-        rules.add_rule(refuse, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, request))
+    for rule in profile()["syscalls"]:
+        arguments = [pyseccomp.Arg(each["index"], getattr(pyseccomp, each["op"].removeprefix(COMPARE)), each["value"],
+                                   each["valueTwo"]) for each in rule.get("args", ())]
+        for name in rule["names"]:
+            try:
+                rules.add_rule(pyseccomp.ERRNO(rule["errnoRet"]), name, *arguments)
+            except (OSError, ValueError):
+                if _exists_here(pyseccomp, name):
+                    raise
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
         file.seek(0)
@@ -73,13 +66,13 @@ def program() -> bytes:
 
 
 def profile() -> dict[str, Any]:
-    """The same filter in the format of Docker's and Podman's seccomp profiles."""
+    """The filter in the format of Docker's and Podman's seccomp profiles."""
     highest = max(FAMILIES)
 
     def refuse(names: list[str], code: int, *arguments: tuple[int, str, int, int]) -> dict[str, Any]:
         rule: dict[str, Any] = {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": code}
         if arguments:
-            rule["args"] = [{"index": index, "op": f"SCMP_CMP_{compare}", "value": value, "valueTwo": second}
+            rule["args"] = [{"index": index, "op": f"{COMPARE}{compare}", "value": value, "valueTwo": second}
                             for index, compare, value, second in arguments]
         return rule
 

@@ -20,6 +20,7 @@ import fcntl
 import os
 import re
 import secrets
+import select
 import shlex
 import signal
 import termios
@@ -53,6 +54,28 @@ class Pipes:
     """Host's copy of the reading end of `data`, to drain what a command did not read."""
     bash_status: int
     bash_data: int
+
+    @classmethod
+    def make(cls) -> tuple["Pipes", tuple[int, int, int, int]]:
+        """New pipes, and bash's ends: of script, output, status, data."""
+        ends = [os.pipe2(os.O_CLOEXEC) for _ in range(4)]
+        (script_in, script), (output, output_in), (status, status_in), (data_in, data) = ends
+        for descriptor in (script, output, status, data):
+            os.set_blocking(descriptor, False)
+        drain = os.open(f"/proc/self/fd/{data_in}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        pipes = cls(script, output, status, data, drain, status_in, data_in)
+        return pipes, (script_in, output_in, status_in, data_in)
+
+    def unpacking(self, archive: int, target: str) -> str:
+        """What bash is told to unpack a tar archive that it has inherited as descriptor `archive`."""
+        return (f"tar -xf - -C {target} --no-same-owner <&{archive} {archive}<&- {self.bash_status}<&- "
+                f"{self.bash_data}<&-\ndone=$?; exec {archive}<&-; (exit $done)")
+
+    def said(self) -> str:
+        """What lies in the output pipe, for a message."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.output, 4096).decode("utf-8", "replace").strip()
+        return ""
 
     def close(self) -> None:
         for descriptor in (self.script, self.output, self.status, self.data, self.data_inside):
@@ -119,17 +142,14 @@ class Shell(Runs):
             self._process = -1
 
     def _script(self, command: str, env: dict[str, str], stdin_bytes: int) -> bytes:
-        for name in env:
-            if not NAME.match(name):
-                raise ValueError(f"not a name for an environment variable: {name!r}")
+        variables = assignments(env)
         pipes = self._pipes
         private = f"{pipes.bash_data}<&- {pipes.bash_status}>&-"
         command = command.replace("\0", "")
         if len(command.encode("utf-8", "replace")) < LONGEST_ARGUMENT:
-            exports = "".join(f"{name}={shlex.quote(value)} " for name, value in env.items())
-            body = f"{exports}bash -c {shlex.quote(command)}"
+            body = " ".join([*variables, f"bash -c {shlex.quote(command)}"])
         else:
-            exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in env.items())
+            exports = "".join(f"export {variable}; " for variable in variables)
             body = f"( {exports}eval {shlex.quote(command)} )"
         if stdin_bytes:
             line = f"head -c {stdin_bytes} <&{pipes.bash_data} {private} | {body} 2>&1 {private}"
@@ -309,6 +329,21 @@ async def turn() -> None:
     else for seconds."""
     async with _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
         await asyncio.sleep(0)
+
+
+def assignments(env: dict[str, str]) -> list[str]:
+    """`NAME=VALUE` for a shell. ValueError for a bad name."""
+    for name in env:
+        if not NAME.match(name):
+            raise ValueError(f"not a name for an environment variable: {name!r}")
+    return [f"{name}={shlex.quote(value)}" for name, value in env.items()]
+
+
+def ready(descriptor: int, event: int, timeout_s: float) -> bool:
+    """Whether `event` (`select.POLLIN`, ...) came within the time. (`select` cannot take descriptors above 1023.)"""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -487,7 +487,7 @@ async def test_no_daemon_outlives_the_sandbox(running, workspace):
         (setsid nohup /tmp/{name} 500 >/dev/null 2>&1 &) ; (trap '' HUP TERM INT; /tmp/{name} 501 &) >/dev/null 2>&1
         twice="import os; os.fork() or os.setsid() or os.fork() or os.execv('/tmp/{name}', ['x', '502'])"
         python3 -c "$twice" >/dev/null 2>&1
-        sleep 0.2; pgrep -c {name}
+        for try in $(seq 100); do [ "$(pgrep -c {name})" = 3 ] && break; sleep 0.1; done; pgrep -c {name}
     """
 
     def living() -> int:

@@ -44,9 +44,9 @@ def test_blocking_side_reads_large_messages_and_the_end():
 
     thread = threading.Thread(target=write)
     thread.start()
-    with ours:
-        assert frames.receive(ours) == message
-        assert frames.receive(ours) is None
+    with ours, ours.makefile("rb") as stream:
+        assert frames.receive(stream) == message
+        assert frames.receive(stream) is None
     thread.join()
 
 
@@ -62,7 +62,7 @@ def test_a_body_that_is_no_object_is_refused(body):
 
 def test_a_length_over_the_limit_is_refused_before_anything_is_read():
     ours, theirs = socket.socketpair()
-    with ours, theirs:
+    with ours, theirs, ours.makefile("rb") as stream:
         theirs.sendall(struct.pack(">I", frames.MAX_FRAME + 1))
         with pytest.raises(frames.FrameError, match="longer than"):
-            frames.receive(ours)
+            frames.receive(stream)

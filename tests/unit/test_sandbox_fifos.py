@@ -31,7 +31,8 @@ def shell(tmp_path, line: str = "exec bash {}") -> subprocess.Popen[bytes]:
     return subprocess.Popen(["bash", "-c", line.format(redirections(str(tmp_path / "pipes")))])
 
 
-def test_a_shell_gets_a_workspace_and_private_pipes_and_ends_with_the_host(fifos, archive, tmp_path):
+def test_a_shell_gets_a_workspace_and_private_pipes_and_ends_with_the_host(archive, tmp_path):
+    fifos = Fifos(tmp_path / "pipes")
     with shell(tmp_path) as process:
         fifos.wait_ready(20, lambda: "")
         assert os.listdir(tmp_path / "pipes") == []

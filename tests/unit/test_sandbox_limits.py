@@ -133,8 +133,7 @@ def test_nothing_stays_behind_when_the_owner_is_killed(tmp_path):
         os.sched_yield()
         subprocess.run(["sleep", "0.01"], check=True)
     assert not Path(f"/proc/{inside}").exists()
-    removed = limits.janitor()
-    assert len([line for line in removed if name in line]) >= len(groups)
+    limits.janitor()  # or that of another run on this machine, a moment before
     assert not any(group.exists() for group in groups)
     assert not [line for line in limits.janitor() if name in line]
 

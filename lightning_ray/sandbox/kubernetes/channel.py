@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import json
 import secrets
-import shlex
 import threading
 import time
 from concurrent.futures import Future
@@ -32,7 +31,7 @@ from lightning_ray.sandbox.commands import Runs
 from lightning_ray.sandbox.kubernetes.cluster import Cluster
 from lightning_ray.sandbox.kubernetes.manifest import CONTAINER
 from lightning_ray.sandbox.kubernetes.states import failure
-from lightning_ray.sandbox.shell import NAME
+from lightning_ray.sandbox.shell import assignments
 
 CHUNK = 32 * 1024
 """Bytes of one message to the API server."""
@@ -128,10 +127,7 @@ class PodShell(Runs):
 
 def script(command: str, env: dict[str, str]) -> bytes:
     """What bash is given: the environment, then the command. ValueError for a bad name of a variable."""
-    for name in env:
-        if not NAME.match(name):
-            raise ValueError(f"not a name for an environment variable: {name!r}")
-    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+    exports = "".join(f"export {variable}\n" for variable in assignments(env))
     return (exports + command).replace("\0", "").encode("utf-8", "replace")
 
 
