@@ -102,18 +102,18 @@ def _sdists(options: argparse.Namespace, overrides: list[str]) -> None:
     except SandboxUnavailable as error:
         raise ConfigError(f"packages' tests are run in sandboxes only. {error}") from None
     packages = [from_sdist.unpack(from_sdist.download(name, options.cache), name) for name in options.packages]
-    made = asyncio.run(_made(packages, make, writer, options))
+    made, unusable = asyncio.run(_made(packages, make, writer, options))
     rows = [row for each in made.values() for row in each.rows]
     dropped = sum((each.dropped for each in made.values()), Counter())
     read = sum(each.tried for each in made.values())
     if not rows:
         raise ConfigError(f"--from-sdist: none of {read} bugs became a task ({dict(dropped)}). Take other packages, or "
-                          "more --mutations")
+                          f"more --mutations. {' '.join(unusable.values())}".rstrip())
     print(f"{read:7d}  bugs tried")
     print("\n".join(f"{count:7d}  {reason}: {from_sdist.WHY[reason]}" for reason, count in sorted(dropped.items())))
     facts = {name: {"tests": dict(each.tests), "suite_s": round(each.suite_s, 2), "tried": each.tried,
                     "dropped": dict(each.dropped), "valid": len(each.rows)} for name, each in made.items()}
-    write_splits(rows, options, {"packages": facts, "read": read, "dropped": dict(dropped),
+    write_splits(rows, options, {"packages": facts, "unusable": unusable, "read": read, "dropped": dict(dropped),
                                  "statements": options.statements_model or "template"})
 
 
@@ -127,9 +127,9 @@ def _writer(options: argparse.Namespace) -> Writer:
 
 
 async def _made(packages: Sequence[from_sdist.Package], make: Callable[[SandboxSpec], Sandbox], writer: Writer,
-                options: argparse.Namespace) -> dict[str, from_sdist.Made]:
-    """What became of each package, by `NAME==VERSION`."""
-    made = {}
+                options: argparse.Namespace) -> tuple[dict[str, from_sdist.Made], dict[str, str]]:
+    """What became of each package, and why others are of no use, by `NAME==VERSION`."""
+    made, unusable = {}, {}
     with tempfile.TemporaryDirectory(prefix="sdists-") as directory, _progress() as progress:
         maker = from_sdist.Maker(make, Path(directory), writer=writer, timeout_s=options.suite_timeout,
                                  at_once=options.at_once)
@@ -137,12 +137,17 @@ async def _made(packages: Sequence[from_sdist.Package], make: Callable[[SandboxS
             name = f"{package.name}=={package.version}"
             count = len(from_sdist.bugs(package, options.mutations, options.seed))
             shown = progress.add_task(name, total=count)
-            made[name] = await maker.tasks(package, options.mutations, options.seed,
-                                           functools.partial(progress.advance, shown))
+            try:
+                made[name] = await maker.tasks(package, options.mutations, options.seed,
+                                               functools.partial(progress.advance, shown))
+            except ConfigError as error:
+                unusable[name] = str(error)
+                progress.console.print(f"left out. {error}", markup=False)
+                continue
             tests = made[name].tests
             progress.console.print(f"{name}: {tests['stable']} of {tests.total()} tests pass stably, "
                                    f"{len(made[name].rows)} of {count} bugs are tasks")
-    return made
+    return made, unusable
 
 
 def _progress() -> Progress:

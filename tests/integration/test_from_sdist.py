@@ -15,13 +15,33 @@ from lightning_ray.tasks import files, from_sdist
 from lightning_ray.tasks.from_sdist import bugs, unpack
 from tests.openai_server import serving
 from tests.sandboxes import agent_patch, graded
-from tests.unit.test_from_sdist import SOURCE, archive
+from tests.unit.test_from_sdist import MEMBERS, SOURCE, archive
+
+OTHERS = {
+    "wares==2.0": {"wares.py": SOURCE, "test_wares.py": "from wares import total, untested\n\n\ndef test_total():\n"
+                   "    assert total([1, 2]) == 3\n\n\ndef test_both():\n    assert untested(2) == 4\n"},
+    "lonely==1.0": {**MEMBERS, "tests/test_shop.py": "import not_installed\n\n\ndef test_it():\n    pass\n"},
+}
 
 
 def make(tmp_path, *more):
     archive(tmp_path / "cache")
     return main(["sdist", "--from-sdist", "shop==1.0", "--mutations", "4", "--cache", str(tmp_path / "cache"),
                  "--out", str(tmp_path / "out"), *more])
+
+
+def test_of_several_packages_one_that_cannot_be_tested_here_is_named_and_left_out(tmp_path, capsys):
+    words = []
+    for name, members in OTHERS.items():
+        archive(tmp_path / "cache", members, name)
+        words += ["--from-sdist", name]
+    assert make(tmp_path, *words, "--test", "1") == 0, capsys.readouterr().err
+    assert "left out. --from-sdist: no test of lonely==1.0 passes" in capsys.readouterr().err
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["packages"].keys() == {"shop==1.0", "wares==2.0"} and report["read"] == 8
+    assert report["unusable"].keys() == {"lonely==1.0"} and "not_installed" in report["unusable"]["lonely==1.0"]
+    parts = [{task.repo for task in files.load(tmp_path / "out" / f"{name}.jsonl")} for name in ("train", "test")]
+    assert parts[0] | parts[1] == {"pypi/shop", "pypi/wares"} and not parts[0] & parts[1]
 
 
 async def test_a_package_becomes_tasks_that_the_grader_tells_apart(tmp_path, capsys):

@@ -45,12 +45,12 @@ MEMBERS = {"shop/__init__.py": SOURCE, "tests/test_shop.py": TESTS, "tests/helpe
 def archive(directory, members=MEMBERS, requirement="shop==1.0"):
     place = directory / requirement
     place.mkdir(parents=True)
-    with tarfile.open(place / "shop-1.0.tar.gz", "w:gz") as packed:
+    with tarfile.open(place / "sdist.tar.gz", "w:gz") as packed:
         for name, text in members.items():
-            item = tarfile.TarInfo(f"shop-1.0/{name}")
+            item = tarfile.TarInfo(f"sdist/{name}")
             item.size = len(text.encode())
             packed.addfile(item, io.BytesIO(text.encode()))
-    return place / "shop-1.0.tar.gz"
+    return place / "sdist.tar.gz"
 
 
 def run(passed, failed=(), seconds=0.1):
