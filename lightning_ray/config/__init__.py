@@ -111,9 +111,6 @@ class Config(Part):
     def fits_a_cluster(self) -> Self:
         if self.sandbox.backend != "kubernetes":
             return self
-        if not self.sandbox.image:
-            raise ValueError("sandbox.image: '' names no image. sandbox.backend kubernetes needs one (with bash, git, "
-                             "tar and python3) for tasks that name none and for the look at the first pod")
         longest = max(self.harness.timeout_s, self.reward.timeout_s)
         if self.sandbox.kubernetes.lifetime_s <= longest:
             raise ValueError(f"sandbox.kubernetes.lifetime_s ({self.sandbox.kubernetes.lifetime_s:g}) must be above "

@@ -108,9 +108,9 @@ class SandboxConfig(Part):
 
     @model_validator(mode="after")
     def image_given(self) -> Self:
-        if self.backend == "container" and not self.image:
-            raise ValueError("sandbox.backend: 'container' needs sandbox.image, for tasks that name no image of their "
-                             "own and for the check before a run")
+        if self.backend != "bubblewrap" and not self.image:
+            raise ValueError(f"sandbox.image: '' names no image. sandbox.backend {self.backend!r} needs one (with "
+                             "bash, git, tar and python3) for tasks that name none and for the check before a run")
         return self
 
 

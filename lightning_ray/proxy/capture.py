@@ -11,7 +11,6 @@ import logging
 import time
 from hashlib import blake2b
 
-import numpy as np
 from vllm.exceptions import VLLMValidationError
 
 from lightning_ray.generator.request import GenerateRequest, Generation
@@ -238,13 +237,13 @@ class Capture:
         finish = "tool_calls" if answer.tool_calls and not named else finish
         choice = Choice(
             answer=answer, finish_reason=finish, stop_reason=generation.stop_reason,
-            token_ids=np.asarray(generation.token_ids, np.int32), logprobs=np.asarray(generation.logprobs, np.float32),
+            token_ids=generation.token_ids, logprobs=generation.logprobs,
         )
         return Sampled(
             ordinal=exchange.ordinal, parent=prompt.continues.call if prompt.continues else None,
-            new_ids=np.asarray(prompt.new_ids, np.int32), choice=choice,
-            versions=np.asarray(generation.versions, np.int32), finish_reason=generation.finish_reason, dialect=dialect,
-            relation=prompt.relation, masked="cancelled" if generation.finish_reason == "abort" else masked,
+            new_ids=prompt.new_ids, choice=choice, versions=generation.versions,
+            finish_reason=generation.finish_reason, dialect=dialect, relation=prompt.relation,
+            masked="cancelled" if generation.finish_reason == "abort" else masked,
             system=system_prompt(asked.messages), text=reading.sampled_text, end=reading.end,
             added=list(map(dict, prompt.added)), overridden=sampling.overridden, finished_s=self.now(),
             prompt_tokens=prompt_tokens, chain=prompt.chain, text_length=prompt.text_length,

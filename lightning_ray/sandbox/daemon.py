@@ -161,6 +161,16 @@ def parts_of(reference: str) -> tuple[str, str]:
     return (repository, tag) if colon and "/" not in tag else (reference, "latest")
 
 
+@contextlib.contextmanager
+def unstarted(image: str) -> Iterator[str]:
+    """A container that only shows what is in an image, removed afterwards."""
+    container = client().create_container(image, ["true"], labels=labels())["Id"]
+    try:
+        yield container
+    finally:
+        remove(container)
+
+
 def exists(container: str, path: str) -> bool:
     try:
         parts, _ = client().get_archive(container, path)

@@ -93,31 +93,26 @@ class Images:
 
     def checkout(self, name: str, target: Path) -> None:
         """Copy the checkout that an image has at the workspace's place, without its repository. Blocks: for threads."""
-        container = daemon.client().create_container(daemon.image(name, self._pull)["Id"], ["true"],
-                                                     labels=daemon.labels())["Id"]  # fmt: skip
         try:
-            found = daemon.extract(container, WORKSPACE, target, without=".git")
+            with daemon.unstarted(daemon.image(name, self._pull)["Id"]) as container:
+                found = daemon.extract(container, WORKSPACE, target, without=".git")
         except (OSError, tarfile.TarError, *daemon.FAULTS) as error:
             raise SandboxError(f"the checkout in the image {name!r} cannot be copied: {error}") from error
-        finally:
-            daemon.remove(container)
         if not found:
             raise SandboxError(f"the image {name!r} has no checkout at {WORKSPACE}")
 
     def _learn(self, name: str) -> Image:
         said = daemon.image(name, self._pull)
         variables = dict(line.partition("=")[::2] for line in said["Config"].get("Env") or [])
-        container = daemon.client().create_container(said["Id"], ["true"], labels=daemon.labels())["Id"]
         try:
-            shell = next((found for path in SHELLS if (found := daemon.read(container, path))), None)
-            if shell is None:
-                raise SandboxError(f"the image {name!r} has no bash (looked for {', '.join(SHELLS)})")
-            has_workspace = daemon.exists(container, WORKSPACE)
-            etc = {file: (daemon.read(container, f"/etc/{file}") or b"").decode("utf-8", "replace") for file in ETC}
+            with daemon.unstarted(said["Id"]) as container:
+                shell = next((found for path in SHELLS if (found := daemon.read(container, path))), None)
+                if shell is None:
+                    raise SandboxError(f"the image {name!r} has no bash (looked for {', '.join(SHELLS)})")
+                has_workspace = daemon.exists(container, WORKSPACE)
+                etc = {file: (daemon.read(container, f"/etc/{file}") or b"").decode("utf-8", "replace") for file in ETC}
         except daemon.FAULTS as error:
             raise SandboxError(f"the image {name!r} cannot be read: {error}") from error
-        finally:
-            daemon.remove(container)
         identity = said["Id"].rpartition(":")[2]
         return Image(said["Id"], variables, filesystem.unreadable(f"bash-{identity}", shell), etc, has_workspace)
 

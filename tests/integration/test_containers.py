@@ -83,7 +83,7 @@ def test_the_report_says_what_it_is(containers):
 
 
 def test_a_container_needs_an_image():
-    with pytest.raises(ConfigError, match=r"needs sandbox\.image"):
+    with pytest.raises(ConfigError, match=r"sandbox\.image: .* names no image"):
         Config.load(None, ["--sandbox.backend", "container"])
 
 
