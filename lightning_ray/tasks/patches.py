@@ -31,7 +31,8 @@ TEST_FILE = re.compile(
     r"(test_.*|.*_test|tests?)\.py\Z|.*_test\.(go|rs|c|cc|cpp)\Z|.*\.(test|spec)\.[cm]?[jt]sx?\Z", re.IGNORECASE
 )
 TEST_FOLDER = re.compile(r"(tests?|testing|__tests__|specs?)\Z", re.IGNORECASE)
-HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+"""Lines of the old file, first line in the new one, lines of the new one."""
 INDEX = re.compile(r"index [0-9a-f]{7,64}\.\.[0-9a-f]{7,64}(?: (\d{6}))?\Z")
 MODE = re.compile(r"(old mode|new mode|deleted file mode|new file mode) (\d{6})\Z")
 BINARY = re.compile(r"(literal|delta) \d+\Z")
@@ -199,7 +200,7 @@ def _read(section: Section, lines: list[str], at: int) -> int:
 def _hunks(section: Section, lines: list[str], at: int) -> int:
     """Skip over hunks, counting their lines."""
     while at < len(lines) and (match := HUNK.match(lines[at])):
-        old, new = (1 if count is None else int(count) for count in match.groups())
+        old, new = (1 if count is None else int(count) for count in match.group(1, 3))
         at += 1
         while at < len(lines) and (old > 0 or new > 0 or lines[at].startswith("\\")):
             kind = lines[at][:1]

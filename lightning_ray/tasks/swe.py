@@ -12,7 +12,6 @@ must have come to its end. The candidate shares a process with the tests, so a d
 `pytest_driver.py` says what is looked for. Where that is not enough, grade by `cases`.
 """
 
-import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,8 +22,6 @@ from lightning_ray.tasks import patches
 from lightning_ray.tasks.base import Grade, Task
 from lightning_ray.tasks.pytest_run import run_pytest, runner_mounts
 from lightning_ray.tasks.verdicts import EARLY_EXIT, Grader, grading_data, named
-
-HUNK = re.compile(r"@@ -\d+(?:,\d+)? \+(\d+)(?:,\d+)? @@")
 
 
 class SweGrading(BaseModel):
@@ -83,8 +80,8 @@ def added_lines(patch: str) -> dict[str, list[int]]:
         lines = found.setdefault(section.path, [])
         number = 0
         for line in section.lines:
-            if match := HUNK.match(line):
-                number = int(match.group(1))
+            if match := patches.HUNK.match(line):
+                number = int(match[2])
             elif number and line.startswith("+"):
                 lines.append(number)
                 number += 1
