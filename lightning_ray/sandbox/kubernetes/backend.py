@@ -16,7 +16,7 @@ from kubernetes.client import Configuration
 
 from lightning_ray.config import SandboxConfig
 from lightning_ray.sandbox import pack, probe
-from lightning_ray.sandbox.base import Backend, SandboxError, SandboxSpec, SandboxUnavailable, running
+from lightning_ray.sandbox.base import Backend, Limits, SandboxError, SandboxSpec, SandboxUnavailable, running
 from lightning_ray.sandbox.kubernetes.cluster import Cluster
 from lightning_ray.sandbox.kubernetes.sandbox import KubernetesSandbox
 
@@ -73,7 +73,8 @@ def checkout(cluster: Cluster, image: str, target: Path) -> None:
 
 async def _checkout(cluster: Cluster, image: str, target: Path) -> None:
     name = f"checkout-{secrets.token_hex(4)}"
-    async with running(KubernetesSandbox(cluster, SandboxSpec(name, target, image=image), of_image=True)) as sandbox:
+    spec = SandboxSpec(name, target, Limits.of(cluster.settings), image=image)
+    async with running(KubernetesSandbox(cluster, spec, of_image=True)) as sandbox:
         archive = await sandbox.archive(CHECKOUT_BYTES)
     try:
         pack.extract(io.BytesIO(archive), target, without=".git")
@@ -83,7 +84,7 @@ async def _checkout(cluster: Cluster, image: str, target: Path) -> None:
 
 async def _look(cluster: Cluster) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="lightning_ray-check-") as directory:
-        spec = SandboxSpec(f"check-{secrets.token_hex(4)}", Path(directory))
+        spec = SandboxSpec(f"check-{secrets.token_hex(4)}", Path(directory), Limits.of(cluster.settings))
         async with running(KubernetesSandbox(cluster, spec)) as sandbox:
             done = await sandbox.exec(SCRIPT, timeout_s=probe.TIMEOUT_S)
     if done.returncode or done.timed_out:
