@@ -38,13 +38,14 @@ class Missing(Exception):
 
 
 @contextlib.contextmanager
-def service(directory: Path) -> Iterator[tuple[str, str]]:
-    """DOCKER_HOST of a service that runs meanwhile, and an image in the lower-case name:tag form."""
+def service(directory: Path, *also: str) -> Iterator[tuple[str, str]]:
+    """DOCKER_HOST of a service that runs meanwhile, and an image in the lower-case name:tag form. Needs some programs,
+    and `also` these; Debian's packages have the same names."""
     if os.geteuid() != 0:
         raise Missing("these tests start Podman as root")
-    runtime = next(filter(shutil.which, ("runc", "crun")), "")
-    if not (runtime and shutil.which("podman") and shutil.which("conmon")):
-        raise Missing("no podman, conmon, and runc or crun on this machine")
+    runtime = next(filter(shutil.which, ("runc", "crun")), "runc")
+    if lacking := [name for name in ("podman", "conmon", runtime, "debootstrap", *also) if not shutil.which(name)]:
+        raise Missing(f"no {', '.join(lacking)} on this machine. As root: apt-get install {' '.join(lacking)}")
     CACHE.mkdir(parents=True, exist_ok=True)
     global registry
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -82,8 +83,6 @@ def _image(podman: list[str], environment: dict[str, str], image: str) -> None:
 
     if run(*podman, "image", "exists", image).returncode == 0:
         return
-    if not shutil.which("debootstrap"):
-        raise Missing("no debootstrap on this machine, which makes the image")
     archive = CACHE / "image.tar"
     try:
         made = run(str(SCRIPT), str(archive))
