@@ -11,7 +11,6 @@ import io
 import os
 import tarfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +18,9 @@ from typing import Any
 
 from docker import APIClient
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
-from docker.utils import kwargs_from_env
+from docker.utils import kwargs_from_env, parse_repository_tag
 from requests.exceptions import RequestException
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
 from lightning_ray.sandbox import limits, pack
 from lightning_ray.sandbox.base import SandboxError, SandboxUnavailable
@@ -98,20 +98,20 @@ def place() -> str:
 
 def remove(container: str) -> None:
     """Kill and remove one, and wait until it is gone. Idempotent."""
-    deadline = time.monotonic() + REMOVED_TIMEOUT_S
-    pause = 0.01
-    while True:
-        try:
-            client().remove_container(container, force=True, v=True)
-            return
-        except NotFound:
-            return
-        except FAULTS as error:  # 409: it is being removed already; Podman's 500: it is just ending by itself
-            passing = isinstance(error, APIError) and (error.status_code == 409 or error.is_server_error())
-            if time.monotonic() > deadline or not passing:
-                raise SandboxError(f"the container {container} cannot be removed: {error}") from error
-        time.sleep(pause)
-        pause = min(pause * 2, 0.5)
+    try:
+        for attempt in Retrying(retry=retry_if_exception(_may_pass), stop=stop_after_delay(REMOVED_TIMEOUT_S),
+                                wait=wait_exponential(0.01, max=0.5), reraise=True):
+            with attempt:
+                client().remove_container(container, force=True, v=True)
+    except NotFound:
+        return
+    except FAULTS as error:
+        raise SandboxError(f"the container {container} cannot be removed: {error}") from error
+
+
+def _may_pass(error: BaseException) -> bool:
+    """409: it is being removed already; Podman's 500: it is just ending by itself."""
+    return isinstance(error, APIError) and (error.status_code == 409 or error.is_server_error())
 
 
 def owned(by: str) -> list[str]:
@@ -140,25 +140,16 @@ def image(reference: str, pull: bool) -> dict[str, Any]:
         return client().inspect_image(reference)
     if not pull:
         raise SandboxError(f"there is no image {reference!r}, and sandbox.container.pull is `never`. Pull or build it")
-    repository, tag = parts_of(reference)
+    repository, tag = parse_repository_tag(reference)
     try:
         puller = APIClient(version="auto", timeout=PULL_TIMEOUT_S, **kwargs_from_env())
         with contextlib.closing(puller):
-            said = list(puller.pull(repository, tag=tag, stream=True, decode=True))
+            said = list(puller.pull(repository, tag=tag or "latest", stream=True, decode=True))
             if faults := [line["error"] for line in said if "error" in line]:
                 raise SandboxError(f"the image {reference!r} cannot be pulled: {faults[0]}")
             return puller.inspect_image(reference)
     except FAULTS as error:
         raise SandboxError(f"the image {reference!r} cannot be pulled: {error}") from error
-
-
-def parts_of(reference: str) -> tuple[str, str]:
-    """An image's repository, and its tag or digest."""
-    if "@" in reference:
-        repository, _, digest = reference.partition("@")
-        return repository, digest
-    repository, colon, tag = reference.rpartition(":")
-    return (repository, tag) if colon and "/" not in tag else (reference, "latest")
 
 
 @contextlib.contextmanager
@@ -180,25 +171,14 @@ def exists(container: str, path: str) -> bool:
     return True
 
 
-class _Stream(io.RawIOBase):
-    """Parts of an answer as a file."""
+class _Stream:
+    """Parts of an answer, as far as `tarfile` needs a file to read it as a stream."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         self._parts = parts
-        self._rest = b""
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            try:
-                self._rest = next(self._parts)
-            except StopIteration:
-                return 0
-        size = min(len(buffer), len(self._rest))
-        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
-        return size
+    def read(self, size: int) -> bytes:
+        return next((part for part in self._parts if part), b"")
 
 
 def extract(container: str, path: str, target: Path, without: str) -> bool:
@@ -208,7 +188,7 @@ def extract(container: str, path: str, target: Path, without: str) -> bool:
         parts, _ = client().get_archive(container, path)
     except NotFound:
         return False
-    pack.extract(io.BufferedReader(_Stream(parts)), target, without)
+    pack.extract(_Stream(parts), target, without)
     return True
 
 

@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from lightning_ray.sandbox.base import Limits, SandboxError
 
 PREFIX = "lightning_ray."
@@ -249,16 +251,8 @@ def kill(pid: int) -> None:
 
 def marked() -> dict[int, str]:
     """Processes that were started for sandboxes, and the value of their `MARK`."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            for line in (entry / "environ").read_bytes().split(b"\0"):
-                name, _, value = line.partition(b"=")
-                if name == MARK.encode():
-                    found[int(entry.name)] = value.decode("utf-8", "replace")
-    return found
+    environments = {process.pid: process.info["environ"] or {} for process in psutil.process_iter(["environ"])}
+    return {pid: environment[MARK] for pid, environment in environments.items() if MARK in environment}
 
 
 def janitor() -> list[str]:

@@ -195,14 +195,6 @@ def test_an_image_that_the_daemon_lacks_is_pulled_once(containers):
     daemon.client().remove_image(name)
 
 
-@pytest.mark.parametrize(("reference", "parts"), [
-    ("debian", ("debian", "latest")), ("a/b:1", ("a/b", "1")), ("host:5000/a/b", ("host:5000/a/b", "latest")),
-    ("host:5000/a/b:x.y", ("host:5000/a/b", "x.y")), ("a/b@sha256:12", ("a/b", "sha256:12")),
-])  # fmt: skip
-def test_references_of_images(reference, parts):
-    assert daemon.parts_of(reference) == parts
-
-
 async def test_an_image_that_lacks_a_program_is_refused(odd_images, image, workspace):
     containers = Containers(SandboxConfig(backend="container", image=image))
     with pytest.raises(SandboxUnavailable, match="programs are missing inside: git"):

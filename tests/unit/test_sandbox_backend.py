@@ -80,7 +80,7 @@ async def test_choosing_works_inside_a_running_event_loop():
 
 def test_a_cluster_that_nothing_is_known_of_is_an_error():
     with pytest.raises(SandboxUnavailable, match=r"sandbox\.kubernetes\.context: 'nowhere'"):
-        backend.choose(SandboxConfig(backend="kubernetes", kubernetes={"context": "nowhere"}))
+        backend.choose(SandboxConfig(backend="kubernetes", image="sandbox:1", kubernetes={"context": "nowhere"}))
 
 
 NO_NAMESPACES = """
