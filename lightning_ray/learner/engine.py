@@ -29,7 +29,7 @@ from lightning_ray.config import AlgorithmConfig, LearnerConfig
 from lightning_ray.learner.adapter import published, switched_off
 from lightning_ray.learner.batch import MicroBatch, build, part_of, plan, read_length, split_updates, update_scale
 from lightning_ray.learner.losses import Tokens, policy_loss
-from lightning_ray.learner.model import Scorer, load_scorer, native_dtype
+from lightning_ray.learner.model import Scorer, dtype_of, load_scorer
 from lightning_ray.learner.offload import offload, reload
 from lightning_ray.learner.optimizer import learning_rate, make_optimizer
 from lightning_ray.learner.sequence import Team
@@ -79,7 +79,7 @@ class Learner:
         self.updates = 0
         self.total_updates = total_steps * config.updates_per_step
         on_gpu = torch.cuda.is_available()
-        self.dtype = native_dtype(on_gpu) if config.dtype == "auto" else getattr(torch, config.dtype)
+        self.dtype = dtype_of(config.dtype, on_gpu)
         settings = _deepspeed_settings(config, self.dtype)
         partitioned = HfDeepSpeedConfig(settings) if config.zero_stage == 3 else None  # in force while it lives
         self.scorer = load_scorer(

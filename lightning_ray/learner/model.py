@@ -76,7 +76,9 @@ def load_scorer(
     return Scorer(policy.train(), layout)
 
 
-def native_dtype(on_gpu: bool) -> torch.dtype:
-    """bfloat16 where the processor multiplies it natively, else float32."""
+def dtype_of(name: str, on_gpu: bool) -> torch.dtype:
+    """`learner.dtype`; `auto` is bfloat16 where the processor multiplies it natively, else float32."""
+    if name != "auto":
+        return getattr(torch, name)
     fast = on_gpu or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if fast else torch.float32

@@ -11,7 +11,7 @@ import torch
 
 from lightning_ray.config import LearnerConfig
 from lightning_ray.learner.batch import build, read_length
-from lightning_ray.learner.model import load_scorer, native_dtype
+from lightning_ray.learner.model import dtype_of, load_scorer
 from lightning_ray.trajectory.samples import Sample
 
 
@@ -19,11 +19,10 @@ def gaps(model_dir: Path, samples: Sequence[Sample], config: LearnerConfig, temp
     """float32 [N]: |learner log-prob - behaviour log-prob| of all trained tokens of `samples`, one sample after the
     other. Raises `UnsupportedModel` for an architecture that the learner does not train."""
     on_gpu = torch.cuda.is_available()
-    dtype = native_dtype(on_gpu) if config.dtype == "auto" else getattr(torch, config.dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
-        scorer = load_scorer(model_dir, dtype=dtype).eval()
+        scorer = load_scorer(model_dir, dtype=dtype_of(config.dtype, on_gpu)).eval()
         scorer = scorer.to("cuda") if on_gpu else scorer
         found = [np.empty(0, np.float32)]
         with torch.no_grad():
