@@ -1,247 +1,43 @@
 """Three schedules of the same work: synchronous, asynchronous that drains before updates, asynchronous that goes on.
 
-    python benchmarks/schedule.py                     # the table
-    python benchmarks/schedule.py --json FILE         # the same as data
-    python benchmarks/schedule.py --rows 8x64/2,8x64/4 --steps 20
-    python benchmarks/schedule.py --answers 180,0.9   # a policy that thinks little: shorter answers, a shorter tail
-    python benchmarks/schedule.py --work FILE         # another machine or other rollouts: the fields of `Work` as JSON
+    python benchmarks/schedule.py --real --json FILE         # tiny policy, real parts, 8 minutes; then simulated
+    python benchmarks/schedule.py --real --answers short     # the quickstart's own policy: short answers
+    python benchmarks/schedule.py --calibrated FILE          # larger machines, simulated with what such a run measured
+    python benchmarks/schedule.py                            # simulated with assumed constants (a 9 B policy)
 
-A discrete-event simulation. What starts, waits, is taken, is dropped or runs again is decided by the trainer's own
-`GroupBuffer` and `TaskStream`; simulated are the clock, the engines, the harnesses and the learner. A row `GxR/N` is
-one machine: G GPUs, R rollouts in flight in the asynchronous schedules, R / N rollouts trained in each update. The
-synchronous schedule has those R / N in flight. Rollouts are the same in all three: rollout n of task m makes the same
-calls with the same lengths and tool times.
+**Real** (`schedules/real.py`): vLLM, DeepSpeed, proxy, bubblewrap and unchanged mini-SWE-agent on the quickstart's
+tasks, whose commands sleep in the sandbox for a log-normal time with p99 / p50 = 15 (`schedules/harness.py`); the
+policy's answers have such a tail too (`schedules/policy.py`). Every schedule makes as many updates of as many groups on
+the same tasks; the asynchronous ones have four times as many groups in flight. Nothing but the schedule differs.
 
-Assumed, not measured (`Work`: a 9 B policy on 80 GB GPUs, harnesses on software tasks):
-- a decoding step takes 15 ms and 0.15 ms more for each sequence on its GPU; sequences are spread evenly;
-- calls of a rollout: log-normal, median 20, sigma 0.6, at most 100; tokens of an answer: log-normal, median 400, p99 /
-  p50 = 15, at most 16,384; time of a tool: log-normal, median 1.5 s, p99 / p50 = 15; a sandbox starts in 3 s;
-- the learner has all GPUs to itself: 4 GPU-seconds for each rollout, and 8 s to change over and publish.
+**Simulated** (`schedules/simulation.py`): a discrete-event simulation on the trainer's own buffer and task stream.
+`schedules/calibration.py` says what its constants are taken from; whether it then gives the wall times of the real runs
+is printed first. A row `GxR/N` is one machine: G GPUs, R rollouts in flight in the asynchronous schedules, R / N
+rollouts trained in each update. The synchronous schedule has those R / N in flight.
 
-Columns: trained tokens/s, its ratio to the synchronous schedule and to `drain`; `idle`, the share of time in which the
-GPUs neither sample nor learn; `thin`, the mean number of sequences on a GPU while it samples; `stale`, the share of
-finished groups that were dropped as too old; `age`, the mean number of policy versions between the oldest token and
-the update.
+Columns: seconds of the steps; tokens/s of the groups that were trained, its ratio to the synchronous schedule's and to
+`drain`'s; `idle`, the share of time in which the devices neither sample nor learn; `thin`, the mean number of sequences
+on a device while it samples; `stale`, the share of finished groups that were dropped as too old; `age`, the mean number
+of policy versions between the oldest token and the update; `errors`, requests of a harness that got an error or no
+answer, or were made again.
 """
 
 import argparse
-import heapq
 import json
-import math
-import random
 import sys
-from collections import deque
-from dataclasses import asdict, dataclass
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
-
-import numpy as np
+from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lightning_ray.buffer import GroupBuffer
-from lightning_ray.tasks.base import Task
-from lightning_ray.tasks.stream import TaskStream
-from lightning_ray.trajectory.call import Call, Trajectory
+from benchmarks.schedules.calibration import constants, figures
+from benchmarks.schedules.simulation import GROUP_SIZE, SCHEDULES, TIMES_IN_FLIGHT, Simulation, Work
 
-TAIL = math.log(15) / 2.326
-"""Sigma of a log-normal distribution with p99 / p50 = 15."""
-GROUP_SIZE = 8
-TASKS = 5000
-MAX_STALENESS = 4
-EMPTY = np.zeros(0, np.int32)
 ROWS = "8x64/2,8x64/4,8x256/2,8x256/4,32x1024/4,128x4096/4,512x16384/4"
-SCHEDULES = ("synchronous", "drain", "continue")
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A machine and what is done on it. Log-normal distributions are `(median, sigma)`."""
-
-    step_s: float = 0.015
-    """A decoding step of one sequence ..."""
-    step_s_per_sequence: float = 0.00015
-    """... and what each further one adds."""
-    calls: tuple[float, float] = (20, 0.6)
-    most_calls: int = 100
-    answers: tuple[float, float] = (400.0, TAIL)
-    """Tokens."""
-    most_tokens: int = 16384
-    tools: tuple[float, float] = (1.5, TAIL)
-    """Seconds after each call."""
-    start_s: float = 3.0
-    learn_gpu_s: float = 4.0
-    """For each rollout."""
-    change_s: float = 8.0
-    """From sampling to learning, publishing, and back."""
-
-
-class Engines:
-    """All generators as one processor-sharing queue. `served` is how many tokens each sequence that was there from the
-    beginning would have by now; a request ends when it has grown by the request's length."""
-
-    def __init__(self, gpus: int, work: Work) -> None:
-        self.gpus, self.work, self.clock, self.served = gpus, work, 0.0, 0.0
-        self.running: list[tuple[float, int, object]] = []
-        self.frozen = False
-        self.sampling_s = self.sequence_s = 0.0
-        self._count = 0
-
-    @property
-    def rate(self) -> float:
-        """Tokens/s of each sequence."""
-        return 1 / (self.work.step_s + self.work.step_s_per_sequence * max(1.0, len(self.running) / self.gpus))
-
-    def advance(self, now: float) -> None:
-        passed, self.clock = now - self.clock, now
-        if self.running and not self.frozen:
-            self.served += passed * self.rate
-            self.sampling_s += passed
-            self.sequence_s += passed * len(self.running) / self.gpus
-
-    def add(self, tokens: int, owner: object) -> None:
-        self._count += 1
-        heapq.heappush(self.running, (self.served + tokens, self._count, owner))
-
-    def next_end(self) -> float:
-        if not self.running or self.frozen:
-            return math.inf
-        return self.clock + max(0.0, self.running[0][0] - self.served) / self.rate
-
-    def end_one(self) -> object:
-        return heapq.heappop(self.running)[2]
-
-
-@dataclass(slots=True)
-class Rollout:
-    rollout_id: str
-    group_id: str
-    task_id: str
-    calls: deque[tuple[int, float]]
-    """(tokens, seconds of the tool after it)."""
-    tokens: int
-    oldest: int | None = None
-
-
-def bounded(rng: random.Random, shape: tuple[float, float], most: int) -> int:
-    return min(most, max(1, round(rng.lognormvariate(math.log(shape[0]), shape[1]))))
-
-
-def rollout(task: str, group_id: str, member: int, work: Work) -> Rollout:
-    rng = random.Random(f"{task}/{member}")
-    calls = deque((bounded(rng, work.answers, work.most_tokens),
-                   rng.lognormvariate(math.log(work.tools[0]), work.tools[1]))
-                  for _ in range(bounded(rng, work.calls, work.most_calls)))
-    return Rollout(f"{group_id}-r{member}", group_id, task, calls, sum(tokens for tokens, _ in calls))
-
-
-class Simulation:
-    """One run of one schedule."""
-
-    def __init__(self, schedule: str, gpus: int, per_step: int, in_flight: int, steps: int, work: Work) -> None:
-        """`per_step` and `in_flight`: groups; the synchronous schedule has no more in flight than it trains."""
-        self.work, self.per_step = work, per_step
-        self.buffer = GroupBuffer(
-            groups_per_step=per_step, max_staleness=MAX_STALENESS, stale_limit=1000,
-            groups_in_flight=per_step if schedule == "synchronous" else in_flight)
-        tasks = [Task(instance_id=f"t{number}", problem_statement="simulated") for number in range(TASKS)]
-        self.stream = TaskStream(tasks, seed=0)
-        self.engines, self.drains, self.steps = Engines(gpus, work), schedule == "drain", steps
-        self.events: list[tuple[float, int, object]] = []
-        self.now, self.version, self.groups, self.stale = 0.0, 0, 0, 0
-        self.waiting: deque[Rollout] = deque()
-        self.updating = self.closed = False
-        self.learning_s = 0.0
-        self.trained_tokens, self.ages = 0, []
-        self.tokens: dict[str, int] = {}
-        self._count = 0
-
-    def run(self) -> dict[str, float]:
-        self.fill()
-        while self.version < self.steps:
-            event, end = self.events[0][0] if self.events else math.inf, self.engines.next_end()
-            self.now = min(event, end)
-            self.engines.advance(self.now)
-            if end <= event:
-                self.answered(self.engines.end_one())
-            else:
-                self.happened(heapq.heappop(self.events)[2])
-        idle = 1 - (self.engines.sampling_s + self.learning_s) / self.now
-        return {"wall_s": self.now, "tokens_per_s": self.trained_tokens / self.now, "idle": max(0.0, idle),
-                "sequences": self.engines.sequence_s / self.engines.sampling_s,
-                "stale": self.stale / (self.stale + self.steps * self.per_step), "age": float(np.mean(self.ages))}
-
-    def fill(self) -> None:
-        for _ in range(self.buffer.vacancies):
-            task, group_id = self.stream.next(), f"g{self.groups}"
-            self.groups += 1
-            members = [rollout(task.instance_id, group_id, member, self.work) for member in range(GROUP_SIZE)]
-            self.buffer.start(group_id, task.instance_id, [one.rollout_id for one in members])
-            for one in members:
-                self.tokens[one.rollout_id] = one.tokens
-                self.later(self.work.start_s, one)
-
-    def later(self, seconds: float, what: object) -> None:
-        self._count += 1
-        heapq.heappush(self.events, (self.now + seconds, self._count, what))
-
-    def happened(self, what: object) -> None:
-        if what == "updated":
-            self.learning_s += self.engines.clock - self.learning_since
-            self.version += 1
-            self.updating = self.closed = self.engines.frozen = False
-            while self.waiting:
-                self.ask(self.waiting.popleft())
-            self.fill()
-            self.decide()
-        elif what.calls:
-            self.ask(what)
-        else:
-            self.ended(what)
-
-    def ask(self, one: Rollout) -> None:
-        """Its harness sends a request: it waits while weights change, or while older requests are finished."""
-        if self.closed or self.engines.frozen:
-            self.waiting.append(one)
-            return
-        if one.oldest is None:
-            one.oldest = self.version
-        self.engines.add(one.calls[0][0], one)
-
-    def answered(self, one: Rollout) -> None:
-        self.later(one.calls.popleft()[1], one)
-        if self.closed and not self.engines.running:
-            self.learn()
-
-    def ended(self, one: Rollout) -> None:
-        versions = np.array([one.oldest], np.int32)
-        call = Call(0, EMPTY, versions, versions.astype(np.float32), versions, "stop")
-        self.buffer.finish(Trajectory(one.rollout_id, one.group_id, one.task_id, [call], "graded"))
-        self.decide()
-
-    def decide(self) -> None:
-        """What the trainer does when a rollout ended and no update is under way."""
-        if self.updating:
-            return
-        for drop in self.buffer.drop_unusable(self.version):
-            self.stale += 1
-            self.stream.requeue(drop.group.task_id)
-        self.fill()
-        groups = self.buffer.take()
-        if groups is None:
-            return
-        self.ages += [self.version - group.oldest_version for group in groups]
-        self.trained_tokens += sum(self.tokens[rollout_id] for group in groups for rollout_id in group.rollout_ids)
-        self.updating = True
-        if self.drains and self.engines.running:
-            self.closed = True
-        else:
-            self.learn()
-
-    def learn(self) -> None:
-        self.closed, self.engines.frozen = False, True
-        self.learning_since = self.now
-        rollouts = self.per_step * GROUP_SIZE
-        self.later(self.work.change_s + self.work.learn_gpu_s * rollouts / self.engines.gpus, "updated")
+SEEDS = 5
+"""Simulations of the real run whose mean is compared with it."""
 
 
 def row_of(text: str) -> tuple[int, int, int]:
@@ -251,38 +47,96 @@ def row_of(text: str) -> tuple[int, int, int]:
     return int(gpus), rollouts // part // GROUP_SIZE, rollouts // GROUP_SIZE
 
 
-def number(value: float | None) -> str:
-    return " " * 6 if value is None else f"{value:6.2f}"
+class Table:
+    """Prints results as they come, and keeps them."""
+
+    def __init__(self) -> None:
+        self.results: list[dict] = []
+        self._rates: dict[str, dict[str, float]] = {}
+        print(f"{'row':>14}  {'schedule':12} {'wall s':>7} {'tokens/s':>9} {'ratio':>6} {'/drain':>6} {'idle':>5} "
+              f"{'thin':>6} {'stale':>6} {'age':>5}")
+
+    def add(self, row: str, schedule: str, result: dict) -> None:
+        rates = self._rates.setdefault(row, {})
+        rates[schedule] = rate = result["tokens_per_s"]
+        result |= {"ratio": rate / rates["synchronous"],
+                   "to_drain": rate / rates["drain"] if "drain" in rates else None}
+        self.results.append({"row": row, "schedule": schedule, **result})
+        to_drain = " " * 6 if result["to_drain"] is None else f"{result['to_drain']:6.2f}"
+        print(f"{row:>14}  {schedule:12} {result['wall_s']:7.1f} {result['tokens_per_s']:9.0f} {result['ratio']:6.2f} "
+              f"{to_drain} {result['idle']:5.2f} {result['sequences']:6.1f} {result['stale']:6.2f} "
+              f"{result['age']:5.1f}", flush=True)
+
+
+def simulated(rows: str, steps: int, work: Work) -> list[dict]:
+    table = Table()
+    for row in rows.split(","):
+        for schedule in SCHEDULES:
+            table.add(row, schedule, Simulation(schedule, *row_of(row), steps, work).run())
+    return table.results
+
+
+def really(answers: str, scale: dict) -> list[dict]:
+    """Runs the three schedules one after the other. Returns all that was seen of each."""
+    from benchmarks.schedules import policy, real
+    from lightning_ray.config import Config
+    from lightning_ray.policy import warm_start
+
+    quickstart = Config.load(real.ROOT / "jobs/quickstart.yaml")
+    make = policy.make if answers == "long" else warm_start.make_policy
+    model = make(quickstart.policy.warm_start, quickstart.harness.settings, None)
+    seen = []
+    for schedule in SCHEDULES:
+        with tempfile.TemporaryDirectory(prefix="schedule-") as root:
+            seen.append(real.run(schedule, real.Scale(long_answers=answers == "long", **scale), model, Path(root)))
+    return seen
+
+
+def compared(seen: list[dict], steps: int, work: Work) -> tuple[list[dict], list[dict]]:
+    """Prints what was measured, and what the simulation makes of the same machine and work."""
+    measured = Table()
+    for each in seen:
+        measured.add("real", each["schedule"], figures(each))
+    for each in measured.results:
+        low, high = each["heldout_ci95"]
+        print(f"{each['schedule']:>28}: held-out rate {each['heldout']:.2f} ({low:.2f}-{high:.2f}) after {steps} "
+              f"updates of {each['groups_trained'] // steps} groups; {each['tokens_trained']} tokens trained; errors: "
+              f"{each['errors']}")
+    groups = seen[0]["metrics"][0]["groups_trained"]
+    predicted = Table()
+    for each in measured.results:
+        runs = [Simulation(each["schedule"], 1, groups, TIMES_IN_FLIGHT * groups, steps, work, seed).run()
+                for seed in range(SEEDS)]
+        predicted.add("predicted", each["schedule"], {name: fmean(run[name] for run in runs) for name in runs[0]})
+        print(f"{'predicted / real wall time':>40}: {predicted.results[-1]['wall_s'] / each['wall_s']:.2f}")
+    return measured.results, predicted.results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--real", action="store_true", help="run the schedules for real, and calibrate by that")
+    parser.add_argument("--answers", choices=("long", "short"), default="long", help="with --real: whose answers")
+    parser.add_argument("--scale", type=json.loads, default={}, metavar="JSON", help="with --real: fields of `Scale`")
+    parser.add_argument("--calibrated", type=Path, metavar="FILE", help="simulate what this file of --real measured")
     parser.add_argument("--rows", default=ROWS, help=f"GPUSxROLLOUTS/PARTS, with commas (default {ROWS})")
-    parser.add_argument("--steps", type=int, default=12, help="updates of each run (default 12)")
-    parser.add_argument("--answers", metavar="MEDIAN,SIGMA", help="tokens of an answer, log-normal")
-    parser.add_argument("--work", type=Path, metavar="FILE", help="constants as JSON, the fields of `Work`")
+    parser.add_argument("--steps", type=int, default=12, help="simulated updates (default 12)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
     options = parser.parse_args()
-    given = json.loads(options.work.read_text()) if options.work else {}
-    if options.answers:
-        given["answers"] = tuple(map(float, options.answers.split(",")))
-    work = Work(**given)
-    print(f"{'row':>14}  {'schedule':12} {'tokens/s':>9} {'ratio':>6} {'/drain':>6} {'idle':>5} {'thin':>6} "
-          f"{'stale':>6} {'age':>5}")
-    results = []
-    for row in options.rows.split(","):
-        rates: dict[str, float] = {}
-        for schedule in SCHEDULES:
-            result = Simulation(schedule, *row_of(row), options.steps, work).run()
-            rates[schedule] = rate = result["tokens_per_s"]
-            result |= {"ratio": rate / rates["synchronous"],
-                       "to_drain": rate / rates["drain"] if "drain" in rates else None}
-            results.append({"row": row, "schedule": schedule, "steps": options.steps, "work": asdict(work), **result})
-            print(f"{row:>14}  {schedule:12} {rate:9.0f} {result['ratio']:6.2f} {number(result['to_drain'])} "
-                  f"{result['idle']:5.2f} {result['sequences']:6.1f} {result['stale']:6.2f} {result['age']:5.1f}",
-                  flush=True)
+    results: dict = {}
+    work = Work()
+    if options.real:
+        results["seen"] = really(options.answers, options.scale)
+    elif options.calibrated:
+        results["seen"] = json.loads(options.calibrated.read_text())["seen"]
+    if options.json and options.real:
+        options.json.write_text(json.dumps(results))
+    if results:
+        work = constants(results["seen"])
+        results["real"], results["predicted"] = compared(results["seen"], len(results["seen"][0]["metrics"]), work)
+        print(json.dumps({name: value for name, value in asdict(work).items()}))
+    results["simulated"] = simulated(options.rows, options.steps, work)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+        options.json.write_text(json.dumps({**results, "work": asdict(work)}))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from benchmarks.schedule import SCHEDULES, Engines, Simulation, Work, row_of
+from benchmarks.schedule import row_of
+from benchmarks.schedules.simulation import SCHEDULES, Engines, Simulation, Work
 
 
 def test_sequences_share_the_engines_exactly():
