@@ -75,7 +75,7 @@ def note(run: RunDirectory, state: LoopState, *, carried: Sequence[Group] = (), 
 def noted(run: RunDirectory, state: LoopState) -> LoopState:
     """The state of the last recorded step: a later one than `state`, or `state` itself."""
     file = run.root / NOTE
-    found = LoopState(**json.loads(file.read_text())) if file.exists() else state
+    found = _read(file, "go on from the checkpoint") if file.exists() else state
     return found if found.step > state.step else state
 
 
@@ -84,7 +84,14 @@ def last(run: RunDirectory) -> tuple[Path, LoopState]:
     found = run.complete_checkpoints()
     if not found:
         raise ConfigError(f"--resume: {run.root} has no complete checkpoint. Start the run afresh")
-    return found[-1], LoopState(**json.loads((found[-1] / NOTE).read_text()))
+    return found[-1], _read(found[-1] / NOTE, "go on from the checkpoint before")
+
+
+def _read(file: Path, without: str) -> LoopState:
+    try:
+        return LoopState(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"--resume: {file} cannot be read ({error}). Remove it to {without}") from None
 
 
 def carried(directory: Path, state: LoopState) -> list[Group]:

@@ -26,7 +26,7 @@ from lightning_ray.policy.source import check_policy, policy_directory
 from lightning_ray.preflight import check_disk
 from lightning_ray.ray_session import RaySession
 from lightning_ray.run_directory import RunDirectory
-from lightning_ray.trajectory.archive import group_trajectories, trained_rollouts
+from lightning_ray.trajectory.archive import check_rollouts, group_trajectories, trained_rollouts
 from lightning_ray.trajectory.samples import step_batch
 
 
@@ -39,6 +39,8 @@ class Replay:
         self._recorded = sorted(RunDirectory.existing(source).rollouts.glob("step_*.parquet"))[: config.run.steps]
         if not self._recorded:
             raise ConfigError(f"--replay: {source} has no recorded step. Give the path of a run that made one")
+        for file in self._recorded:
+            check_rollouts(file)
         self.run: RunDirectory | None = None
 
     def steps(self) -> Iterator[dict[str, Any]]:

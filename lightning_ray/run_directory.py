@@ -15,6 +15,7 @@ Files appear whole or not at all: what `--resume` trusts was renamed into place 
 
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import Any
 from lightning_ray.config import Config, ConfigError
 
 STEP_NAME = "step_{:06d}"
+OURS = re.compile(r"(step|heldout)_(?P<step>\d{6,})(\.parquet)?(?P<partial>\.partial)?")
+"""Names below `rollouts/` and `checkpoints/`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,8 @@ class RunDirectory:
 
     def complete_checkpoints(self) -> list[Path]:
         """Oldest first."""
-        return sorted(path for path in self.checkpoints.glob("step_*") if (path / "state.json").is_file())
+        return sorted(path for path in self.checkpoints.glob("step_*")
+                      if OURS.fullmatch(path.name) and (path / "state.json").is_file())
 
     def metrics(self) -> list[dict[str, Any]]:
         if not self.metrics_file.exists():
@@ -107,7 +111,8 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def forget_after(self, step: int) -> None:
-        """Removes what was recorded after the checkpoint of `step`: those steps are done again."""
+        """Removes what was recorded after the checkpoint of `step`: those steps are done again. What a person laid
+        beside our files stays."""
         kept = []
         for line in self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []:
             try:
@@ -117,12 +122,15 @@ class RunDirectory:
             if metrics["step"] <= step:
                 kept.append(line + "\n")
         write_whole(self.metrics_file, "".join(kept))
-        for path in self.rollouts.iterdir():
-            if path.suffix == ".partial" or int(path.stem.rpartition("_")[2]) > step:
-                path.unlink()
-        for path in self.checkpoints.iterdir():
-            if path.name > STEP_NAME.format(step) or path.suffix == ".partial":
-                shutil.rmtree(path)
+        for path in [*self.rollouts.iterdir(), *self.checkpoints.iterdir()]:
+            ours = OURS.fullmatch(path.name)
+            if ours and (ours["partial"] or int(ours["step"]) > step):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def remove_if_empty(self) -> None:
+        """Of a run that ended before anything was recorded nothing stays, not even its name."""
+        if not any(self.rollouts.iterdir()) and not any(self.checkpoints.iterdir()):
+            shutil.rmtree(self.root)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -132,7 +132,8 @@ class Trainer:
         self.stream = TaskStream(splits.train, self.config.run.seed, cursor=self.state.cursor,
                                  requeued=self.state.requeued, set_aside=self.state.set_aside)
         self.records = Records(self.run, self.config)
-        self.progress.phase("warming up the policy")
+        self.progress.phase(f"run directory: {self.run.root}")
+        self.progress.phase("warming up the policy" if self.config.policy.path is None else "reading the policy")
         self.model_dir = policy_directory(self.config.policy, self.config, self.progress)
 
     def _start(self) -> None:
@@ -347,7 +348,10 @@ class Trainer:
 
     def _close(self) -> None:
         """Ends every part that was started, the last one first. A second Ctrl-C does not interrupt it half-way."""
-        self.progress.phase("stopping")
+        if self.run is not None and self._resume is None and self.state.step == 0:
+            self.run.remove_if_empty()
+        if "memory" in self.__dict__:  # the first that is started
+            self.progress.phase("stopping")
         for name in ("fleet", "policy", "ray", "memory", "records"):
             part = self.__dict__.pop(name, None)
             if part is not None:

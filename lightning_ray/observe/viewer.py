@@ -24,7 +24,7 @@ def view(path: Path, *, step: int | None = None, rollout_id: str | None = None, 
     if rollout_id is None:
         file = _file_of_step(path, step)
         console.print(rollout_table(read_rollouts(file), title=file.name))
-        console.print(f"one of them, whole: lightning-ray view {path} --rollout ID")
+        console.print(f"one of them, whole: lightning-ray view {path} --rollout ID", markup=False)
         return 0
     for file in _files(path):
         for trajectory in read_rollouts(file):
@@ -41,7 +41,7 @@ def rollout_table(trajectories: Sequence[Trajectory], title: str = "") -> Table:
         table.add_column(name, justify="right" if name in ("reward", "calls", "branches", "tokens") else "left")
     for trajectory in trajectories:
         table.add_row(
-            trajectory.rollout_id, trajectory.task_id, trajectory.end, f"{trajectory.reward:.2f}",
+            escape(trajectory.rollout_id), escape(trajectory.task_id), trajectory.end, f"{trajectory.reward:.2f}",
             str(len(trajectory.calls)), str(len(branches(trajectory.calls))), str(trajectory.tokens_sampled),
             escape(trajectory.reason[:60]))
     return table
@@ -49,7 +49,7 @@ def rollout_table(trajectories: Sequence[Trajectory], title: str = "") -> Table:
 
 def show_rollout(trajectory: Trajectory, console: Console) -> None:
     """One rollout as a conversation: what each call added to the prompt, what was sampled, and what is trained."""
-    console.rule(f"{trajectory.rollout_id}: task {trajectory.task_id}")
+    console.rule(escape(f"{trajectory.rollout_id}: task {trajectory.task_id}"))
     for call in trajectory.calls:
         console.print(f"\n{heading(call)}", style="dim")
         for message in json.loads(call.messages or "[]"):

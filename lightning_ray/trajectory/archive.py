@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lightning_ray.config.reading import ConfigError
 from lightning_ray.trajectory.call import Call, Trajectory
 from lightning_ray.trajectory.samples import call_mask
 from lightning_ray.trajectory.selection import ALL, select
@@ -49,8 +50,19 @@ def write_rollouts(
     partial.replace(path)
 
 
+def check_rollouts(path: Path) -> None:
+    """Raises `ConfigError` where `path` is no whole file of rollouts. Reads its last bytes only."""
+    try:
+        missing = [name for name in SCHEMA.names if name not in pq.read_schema(path).names]
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as rollouts ({error}). Give a file that a run wrote") from None
+    if missing:
+        raise ConfigError(f"{path} holds no rollouts: it has no column {missing[0]!r}. Give a file that a run wrote")
+
+
 def read_rollouts(path: Path) -> list[Trajectory]:
-    """The trajectories of one file, in the order in which they were written."""
+    """The trajectories of one file, in the order in which they were written. Raises `ConfigError`."""
+    check_rollouts(path)
     found: dict[str, Trajectory] = {}
     for row in pq.read_table(path, schema=SCHEMA).to_pylist():
         trajectory = found.get(row["rollout_id"])

@@ -1,6 +1,7 @@
 """What a run leaves behind can be trusted, whatever moment it ended at."""
 
 import json
+import shutil
 
 import pytest
 
@@ -91,6 +92,37 @@ def test_what_was_recorded_after_the_checkpoint_is_forgotten(run):
     run.forget_after(2)
     assert [line["step"] for line in run.metrics()] == [1, 2]
     assert sorted(path.stem for path in run.rollouts.iterdir()) == ["heldout_000000", "step_000001", "step_000002"]
+
+
+def test_what_a_person_laid_beside_our_files_stays(run):
+    save(run, 2)
+    shutil.copytree(run.checkpoint(2), run.checkpoints / "step_000002_best")
+    (run.checkpoints / "zz").mkdir()
+    (run.rollouts / "notes.txt").write_text("read g000003-r1")
+    save(run, 3)
+    run.forget_after(2)
+    assert checkpoint.last(run)[0].name == "step_000002"
+    save(run, 4, keep=1)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000002_best", "step_000004", "zz"]
+    assert (run.rollouts / "notes.txt").exists()
+
+
+def test_a_state_that_cannot_be_read_is_named_with_the_way_out(run):
+    save(run, 1)
+    for file in (run.checkpoint(1) / checkpoint.NOTE, run.root / checkpoint.NOTE):
+        file.write_text('{"step": 2')
+    with pytest.raises(ConfigError, match=r"step_000001/state\.json cannot be read .* Remove it"):
+        checkpoint.last(run)
+    with pytest.raises(ConfigError, match=r"a/state\.json cannot be read .* Remove it"):
+        checkpoint.noted(run, LoopState())
+
+
+def test_of_a_run_that_recorded_nothing_nothing_stays(run, tmp_path):
+    other = RunDirectory.create(Config(run=RunConfig(dir=tmp_path, name="b")))
+    (other.rollouts / "heldout_000000.parquet").write_text("x")
+    for each in (run, other):
+        each.remove_if_empty()
+    assert other.root.is_dir() and not run.root.exists()
 
 
 def test_metrics_are_on_disk_at_once(run):
