@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_ray.cli import naming_policy, run_command
+from lightning_ray.cli import run_command
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.evaluation import remote_model
 from lightning_ray.evaluation.measure import Evaluation, NothingJudged, predictions_file, scores
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> None:
     remote = remote_model.given(options)
     with tempfile.TemporaryDirectory(prefix="swe-bench-") as directory:
         source = Path(directory) / f"{options.data.stem}.jsonl"
-        config = Config.load(options.config, naming_policy(overrides), {
+        config = Config.load(options.config, overrides, {
             "tasks": {"source": str(source), "heldout_source": None, "train": len(instances)},
             "reward": {"timeout_s": options.timeout}})
         tasks = _tasks(options, instances, config)

@@ -23,7 +23,7 @@ import pyarrow.parquet
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lightning_ray.cli import naming_policy, run_command
+from lightning_ray.cli import run_command
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.evaluation import remote_model
 from lightning_ray.evaluation.measure import Evaluation, NothingJudged
@@ -67,7 +67,7 @@ def probe(options: argparse.Namespace, overrides: list[str]) -> None:
         raise ConfigError(f"-k: {options.k} cannot tell mixed tasks from others. Give 2 or more")
     if not 0 <= options.keep_failing <= 1:
         raise ConfigError(f"--keep-failing: {options.keep_failing} is no share. Give a number from 0 to 1")
-    config = Config.load(options.config, naming_policy(overrides), {
+    config = Config.load(options.config, overrides, {
         "run": {"dir": str(options.out / "runs"), "name": "probe"}, "evaluation": {"samples": options.k}})
     remote = remote_model.given(options)
     tasks = load_tasks(config.tasks).train

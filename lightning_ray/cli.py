@@ -5,9 +5,12 @@ Exit status: 0 when done, 2 for bad input, 1 for a failed run, 130 when interrup
 
 import argparse
 import json
+import logging
 import os
 import re
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -48,6 +51,10 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
     overrides += unknown  # refused by name where settings are read
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("DeepSpeed").addFilter(_no_warning)
+    for stop in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(stop) == signal.SIG_DFL:  # nohup and others may have said otherwise
+            signal.signal(stop, signal.default_int_handler)
     try:
         if overrides and not options.settings:
             raise ConfigError(f"{overrides[0]!r} is not understood. See {parser.prog} --help")
@@ -63,6 +70,11 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
         return INTERRUPTED
 
 
+def _no_warning(record: logging.LogRecord) -> bool:
+    """DeepSpeed warns a driver without GPU, which only imports it, that it takes the CPU."""
+    return record.levelno > logging.WARNING
+
+
 def separate_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The command's own words, and `--part.field VALUE` or `--part.field=VALUE` wherever they stand."""
     plain: list[str] = []
@@ -76,14 +88,6 @@ def separate_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if "=" not in word:
             overrides += [value for value in [next(rest, None)] if value is not None]
     return plain, overrides
-
-
-def naming_policy(overrides: list[str]) -> list[str]:
-    """With `--policy.path` the file's warm start, if it has one, is not wanted."""
-    given = {word.partition("=")[0] for word in overrides}
-    if "--policy.path" in given and "--policy.warm_start" not in given:
-        return [*overrides, "--policy.warm_start", "null"]
-    return overrides
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,12 +147,15 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     from rich.console import Console
 
     from lightning_ray.observe.progress import LineProgress, LiveProgress
+    from lightning_ray.run_directory import RunDirectory
 
     earlier = options.resume or options.replay
     if options.resume and options.replay:
         raise ConfigError("train: --resume goes on with a run, --replay learns from its record. Give one of them")
     if options.config is None and earlier is None:
         raise ConfigError("train: no configuration was given. Name a YAML file, as jobs/quickstart.yaml")
+    if earlier is not None:
+        RunDirectory.existing(earlier)
     config = Config.load(options.config or earlier / "config.yaml", overrides)
     console = Console(highlight=False, soft_wrap=True)
     progress = LiveProgress(config.run.steps, console) if console.is_terminal else LineProgress(console)
@@ -166,6 +173,13 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
         raise
     except RunFailed as error:
         print(f"lightning-ray: the run failed: {error}", file=sys.stderr)
+        _say_how_to_go_on(trainer)
+        return FAILED
+    except ConfigError:
+        raise
+    except Exception as error:  # nobody foresaw it: whoever mends it needs the whole account
+        traceback.print_exc()
+        print(f"lightning-ray: the run failed: {type(error).__name__}, see above", file=sys.stderr)
         _say_how_to_go_on(trainer)
         return FAILED
     finally:
@@ -204,7 +218,7 @@ def _replay(config: Config, source: Path, progress: "Progress") -> int:
 
 
 def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
-    config = Config.load(options.config, naming_policy(overrides))
+    config = Config.load(options.config, overrides)
 
     from rich.console import Console
 

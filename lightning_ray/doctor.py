@@ -24,6 +24,9 @@ def isolation_lines(config: Config) -> tuple[list[str], bool]:
 def memory_lines(config: Config, device_gib: float) -> tuple[list[str], bool]:
     """The table for one device, and whether it fits. Raises `ConfigError` where the model's config.json cannot be
     read."""
+    if config.policy.path is None:
+        return ["memory: the policy is made on the spot (policy.warm_start) and needs no table. For a model: "
+                "--policy.path DIR"], True
     shape = _shape(config)
     found = estimate(shape, config)
     shown = [f"  {name:27} {size / GIB:8.2f} GiB" for name, size in found.parts.items() if size]
@@ -40,9 +43,6 @@ def memory_lines(config: Config, device_gib: float) -> tuple[list[str], bool]:
 
 
 def _shape(config: Config) -> Shape:
-    if config.policy.path is None:
-        raise ConfigError("doctor: the policy is made on the spot (policy.warm_start) and needs no table. Give "
-                          "--policy.path DIR --policy.warm_start null")
     path = config.policy.path.expanduser() / "config.json"
     try:
         return shape_of(json.loads(path.read_text()))

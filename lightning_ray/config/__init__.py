@@ -122,8 +122,11 @@ class Config(Part):
     @classmethod
     def load(cls, path: str | Path | None, overrides: Sequence[str] = (), given: dict[str, Any] | None = None) -> Self:
         """Reads a YAML file (None: nothing but defaults), applies `--part.field value` overrides, then `given` as plain
-        data. Raises `ConfigError`."""
-        settings = merged(read_yaml(Path(path)) if path else {}, parse_overrides(overrides))
+        data. A `policy.path` on the command line takes the place of the file's warm start. Raises `ConfigError`."""
+        over = parse_overrides(overrides)
+        if isinstance(policy := over.get("policy"), dict) and policy.get("path") is not None:
+            policy.setdefault("warm_start", None)
+        settings = merged(read_yaml(Path(path)) if path else {}, over)
         return cls.build(merged(settings, given or {}))
 
     @classmethod

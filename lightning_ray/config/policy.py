@@ -47,7 +47,7 @@ class PolicyConfig(Part):
     @model_validator(mode="after")
     def one_origin(self) -> Self:
         if (self.path is None) == (self.warm_start is None):
-            raise ValueError("give exactly one of policy.path and policy.warm_start")
+            raise ValueError("give exactly one of policy.path and policy.warm_start (set the other one to null)")
         return self
 
 

@@ -4,12 +4,14 @@ Which settings there are is in the files beside this one.
 """
 
 import difflib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict
+from yaml.constructor import ConstructorError
 
 
 class ConfigError(ValueError):
@@ -17,13 +19,27 @@ class ConfigError(ValueError):
 
 
 class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True,
+                              coerce_numbers_to_str=True)
+
+
+class OnceOnly(yaml.SafeLoader):
+    """A key that stands twice in a mapping is a fault: YAML would take the last one and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise ConstructorError(None, None, f"{key.value!r} stands twice in one mapping", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """A mapping of parts; an empty file is an empty mapping."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), OnceOnly)
     except FileNotFoundError:
         raise ConfigError(f"config: there is no file {path}. Give a YAML file, as jobs/quickstart.yaml") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -38,7 +54,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`--part.field value` or `--part.field=value`; values are YAML, so that lists, null and numbers work."""
+    """`--part.field value` or `--part.field=value`."""
     result: dict[str, Any] = {}
     words = list(overrides)
     while words:
@@ -50,18 +66,29 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             if not words:
                 raise ConfigError(f"command line: --{name} has no value. Write --{name} VALUE")
             text = words.pop(0)
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
         place = result
         *parents, last = name.replace("-", "_").split(".")
         for parent in parents:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise ConfigError(f"command line: --{name} goes into {parent}, which another override made a value")
-        place[last] = value
+        place[last] = override_value(text)
     return result
+
+
+def override_value(text: str) -> Any:
+    """Lists, mappings and null as in YAML; numbers, true and false as in JSON; all else is text. What YAML makes of a
+    name (`2026-12-01` a date, `on` a truth, `010` an eight) was never meant on a command line."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if value is None or isinstance(value, (list, dict)):
+        return value
+    try:
+        return json.loads(text)
+    except ValueError:
+        return value if isinstance(value, str) else text
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +112,8 @@ def explain(settings: type[BaseModel], item: Any) -> str:
             hint = f"Did you mean {close[0]!r}?" if close else f"Known here: {', '.join(sorted(known))}"
             return f"{field}: there is no such field (value {shown}). {hint}"
         case "value_error":
-            return f"{field}: {item['ctx']['error']}"
+            said = str(item["ctx"]["error"])  # many name their field themselves, and more precisely
+            return said if field == "config" or said.startswith(f"{field}.") else f"{field}: {said}"
         case "literal_error":
             return f"{field}: {shown} is not one of {item['ctx']['expected']}. Take one of these"
         case _:

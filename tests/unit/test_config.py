@@ -39,6 +39,7 @@ def file(tmp_path):
     ("capture: {train: '(a'}", (), ["capture.train", "'(a'", "regular expression", "main"]),
     ("capture: {train: ''}", (), ["capture.train", "''", "all"]),
     ("run: {name: 'a/b'}", (), ["run.name", "'a/b'"]),
+    ("run: {steps: 3}\nlearner: {}\nrun: {name: x}", (), ["'run' stands twice", "line 3"]),
 ])
 def test_a_fault_is_explained(file, text, overrides, words):
     with pytest.raises(ConfigError) as error:
@@ -64,6 +65,37 @@ def test_overrides_win_and_reach_nested_fields(file):
         "--policy.warm_start.steps", "1", "--algorithm.tis-cap", "null"])
     assert config.run.steps == 7 and config.learner.betas == (0.9, 0.95) and config.algorithm.tis_cap is None
     assert config.harness.settings == {"agent": {"step_limit": 3, "cost_limit": 0}}
+
+
+def test_what_is_text_on_a_command_line_is_text(file):
+    def value(text):
+        return Config.load(file(""), ["--sandbox.image", text]).sandbox.image
+    assert [value(text) for text in ("2026", "2026-12-01", "on", "012", "12:30", "a: [b")] == [
+        "2026", "2026-12-01", "on", "012", "12:30", "a: [b"]
+    made = Config.load(file(""), ["--generator.extra", "{a: 1}", "--generator.extra.b", "1e-4", "--proxy.journal", "no",
+                                  "--generator.extra.c", "true", "--generator.extra.d", "'5'", "--run.steps", "012"])
+    assert made.generator.extra == {"a": 1, "b": 1e-4, "c": True, "d": "5"}
+    assert made.proxy.journal is False and made.run.steps == 12
+
+
+def test_an_environment_variable_of_a_harness_may_be_written_as_a_number(file):
+    assert Config.load(file("harness: {env: {QUIET: 1}}")).harness.env == {"QUIET": "1"}
+
+
+def test_a_fault_of_several_fields_is_named_once(file):
+    for text, start in (("schedule: {groups_per_step: 8, groups_in_flight: 4}", "schedule.groups_in_flight (4)"),
+                        ("generator: {in_flight: resend}\nlearner: {zero_stage: 0}", "generator.in_flight: resend")):
+        with pytest.raises(ConfigError) as error:
+            Config.load(file(text))
+        assert str(error.value).startswith(start)
+
+
+def test_a_model_on_the_command_line_takes_the_place_of_the_files_warm_start(file):
+    path = file("policy: {warm_start: {steps: 3}}")
+    policy = Config.load(path, ["--policy.path", "/model"]).policy
+    assert str(policy.path) == "/model" and policy.warm_start is None
+    with pytest.raises(ConfigError, match="exactly one"):
+        Config.load(path, ["--policy.path", "/model", "--policy.warm_start.steps", "5"])
 
 
 def test_the_environment_changes_nothing(file, monkeypatch):

@@ -125,6 +125,8 @@ def test_the_doctors_table_says_what_does_not_fit(tmp_path):
     assert fits and lines[-1] == "fits on devices of 500 GiB"
     with pytest.raises(ConfigError, match=r"config\.json"):
         memory_lines(config(policy={"path": tmp_path / "none"}), 80.0)
+    lines, fits = memory_lines(Config(), 80.0)
+    assert fits and "made on the spot" in lines[0]
 
 
 def test_the_9b_recipe_loads_with_the_reference_values():

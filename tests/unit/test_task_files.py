@@ -9,6 +9,7 @@ import pytest
 from lightning_ray.config import ConfigError, TasksConfig
 from lightning_ray.tasks.files import load
 from lightning_ray.tasks.one_line_bugs import generate
+from lightning_ray.tasks.source import load_tasks
 
 GOOD = {"instance_id": "a.1", "problem_statement": "It fails.", "FAIL_TO_PASS": ["t::one"], "PASS_TO_PASS": []}
 
@@ -76,3 +77,11 @@ def test_missing_empty_and_broken_files(tmp_path):
         load(write(tmp_path / "empty.jsonl"))
     with pytest.raises(ConfigError, match="cannot be read as Parquet"):
         load(write(tmp_path / "broken.parquet", "no"))
+
+
+def test_held_out_tasks_that_would_not_be_used_are_bad_input(tmp_path):
+    source = write(tmp_path / "tasks.jsonl", json.dumps(GOOD))
+    for settings, named in (({"source": "one_line_bugs", "heldout_source": source}, "one_line_bugs"),
+                            ({"source": str(source), "heldout_source": tmp_path / "none.jsonl"}, "none.jsonl")):
+        with pytest.raises(ConfigError, match=rf"tasks\.heldout_source: .*{named}"):
+            load_tasks(TasksConfig(**settings))
