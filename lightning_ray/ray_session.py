@@ -2,6 +2,8 @@
 
 import math
 import os
+import signal
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +42,15 @@ class RaySession:
         """Connects, or starts a local cluster. Raises `ConfigError` where the named cluster cannot be reached."""
         if ray.is_initialized():
             return cls(ours=False)
+        on_term = signal.getsignal(signal.SIGTERM)
+        try:
+            return cls._start(config)
+        finally:  # Ray's own handler leaves nobody time to end their parts
+            if on_term not in (None, signal.SIG_DFL) and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_term)
+
+    @classmethod
+    def _start(cls, config: Config) -> "RaySession":
         address = config.ray.address or os.environ.get("RAY_ADDRESS")
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         if address:

@@ -4,6 +4,7 @@
 prints a line for each thing that happened, for logs.
 """
 
+import time
 from typing import Any
 
 from rich.console import Console, Group
@@ -57,26 +58,43 @@ def step_text(metrics: dict[str, Any]) -> str:
 
 
 class LineProgress(Progress):
-    """One line for each event."""
+    """One line for each event, and one each half minute while something goes on."""
+
+    EVERY_S = 30.0
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False, soft_wrap=True)
+        self._said = time.monotonic()
 
     def phase(self, name: str) -> None:
         if name not in ("rollouts", "learning"):
-            self.console.print(f"· {name}")
+            self._say(f"· {name}")
+
+    def warm_up(self, done: int, total: int, loss: float) -> None:
+        self._say_now_and_then(f"  {done} of {total} steps of the warm-up, supervised loss {loss:.3f}")
+
+    def rollouts(self, done: int, total: int) -> None:
+        self._say_now_and_then(f"  {done} of {total} rollouts")
 
     def step(self, metrics: dict[str, Any]) -> None:
-        self.console.print(step_text(metrics))
+        self._say(step_text(metrics))
 
     def heldout(self, when: str, result: dict[str, Any]) -> None:
-        self.console.print(f"held-out pass rate, {when}: {rate_text(result)}")
+        self._say(f"held-out pass rate, {when}: {rate_text(result)}")
 
     def note(self, text: str) -> None:
-        self.console.print(f"! {text}")
+        self._say(f"! {text}")
 
     def summary(self, run: RunDirectory, summary: dict[str, Any]) -> None:
-        self.console.print(closing_text(run, summary))
+        self._say(closing_text(run, summary))
+
+    def _say(self, text: str) -> None:
+        self._said = time.monotonic()
+        self.console.print(text, markup=False)
+
+    def _say_now_and_then(self, text: str) -> None:
+        if time.monotonic() - self._said >= self.EVERY_S:
+            self._say(text)
 
 
 class LiveProgress(LineProgress):

@@ -115,6 +115,16 @@ def test_ctrl_c_keeps_the_checkpoint_and_leaves_no_process(tmp_path):
     assert not alive, [" ".join(each.cmdline()) for each in alive]
 
 
+def test_a_run_that_started_ray_still_ends_its_parts_on_sigterm():
+    """Ray has a handler of its own, which leaves at once."""
+    code = ("import signal\nfrom lightning_ray.config import Config\nfrom lightning_ray.ray_session import RaySession\n"
+            "signal.signal(signal.SIGTERM, signal.default_int_handler)\nsession = RaySession.start(Config())\n"
+            "try:\n    signal.raise_signal(signal.SIGTERM)\nexcept KeyboardInterrupt:\n    print('told')\n"
+            "session.stop()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "told\n", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(("arguments", "words"), [
     (["nowhere.yaml"], ["nowhere.yaml"]),
     ([QUICKSTART, "--learner.lrr", "1"], ["learner.lrr", "Did you mean"]),
