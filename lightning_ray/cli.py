@@ -62,6 +62,12 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
     except ConfigError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return BAD_INPUT
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        print(f"{parser.prog}: {error.filename}: this user has not the rights for it. Give another path",
+              file=sys.stderr)
+        return BAD_INPUT
     except failures as error:
         print(f"{parser.prog}: failed: {error}", file=sys.stderr)
         return FAILED
@@ -175,9 +181,9 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
         print(f"lightning-ray: the run failed: {error}", file=sys.stderr)
         _say_how_to_go_on(trainer)
         return FAILED
-    except ConfigError:
-        raise
-    except Exception as error:  # nobody foresaw it: whoever mends it needs the whole account
+    except Exception as error:
+        if trainer.run is None or isinstance(error, ConfigError):  # nothing was started: the input is bad
+            raise
         traceback.print_exc()
         print(f"lightning-ray: the run failed: {type(error).__name__}, see above", file=sys.stderr)
         _say_how_to_go_on(trainer)

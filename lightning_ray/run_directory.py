@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,9 @@ class RunDirectory:
 
     def remove_if_empty(self) -> None:
         """Of a run that ended before anything was recorded nothing stays, not even its name."""
-        if not any(self.rollouts.iterdir()) and not any(self.checkpoints.iterdir()):
-            shutil.rmtree(self.root)
+        with suppress(OSError):  # else it was removed already, or stays
+            if not any(self.rollouts.iterdir()) and not any(self.checkpoints.iterdir()):
+                shutil.rmtree(self.root)
 
 
 def write_whole(path: Path, text: str) -> None:

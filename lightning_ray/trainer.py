@@ -348,8 +348,6 @@ class Trainer:
 
     def _close(self) -> None:
         """Ends every part that was started, the last one first. A second Ctrl-C does not interrupt it half-way."""
-        if self.run is not None and self._resume is None and self.state.step == 0:
-            self.run.remove_if_empty()
         if "memory" in self.__dict__:  # the first that is started
             self.progress.phase("stopping")
         for name in ("fleet", "policy", "ray", "memory", "records"):
@@ -357,4 +355,6 @@ class Trainer:
             if part is not None:
                 with suppress(KeyboardInterrupt):
                     part.stop() if hasattr(part, "stop") else part.shutdown()
+        if self.run is not None and self._resume is None:
+            self.run.remove_if_empty()
         self.progress.close()

@@ -12,6 +12,9 @@ HASHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 def check_directory(field: str, path: Path) -> None:
     """Raises `ConfigError`, naming `field`, where `path` is no model directory. Reads nothing."""
     path = path.expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"{field}: there is no directory {path}. Give a model directory on this machine (a model of "
+                          "a hub is fetched first)")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{field}: {path} is no model directory (it has no config.json). Give a directory in Hugging "
                           "Face format")

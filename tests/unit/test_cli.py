@@ -37,6 +37,8 @@ def test_an_override_without_a_value_is_named(capsys, tmp_path):
 
 @pytest.mark.parametrize(("raised", "status", "said"), [
     (None, DONE, ""), (ConfigError("x: no. Give y"), BAD_INPUT, "job: x: no. Give y\n"),
+    (PermissionError(13, "Permission denied", "/secret"), BAD_INPUT,
+     "job: /secret: this user has not the rights for it. Give another path\n"),
     (LookupError("gone"), FAILED, "job: failed: gone\n"), (KeyboardInterrupt(), INTERRUPTED, "job: interrupted\n"),
 ])
 def test_how_a_job_ends_is_its_exit_status_and_one_line(raised, status, said, capsys):

@@ -193,7 +193,7 @@ def test_a_model_without_chatmls_marks_is_refused(tmp_path):
     (own / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|endoftext|>"}))
     with pytest.raises(ConfigError, match=r"warm_start\.model: answers of .* end with '<\|endoftext\|>'"):
         warm_start.make_policy(small(tmp_path / "cache", model=own), SETTINGS)
-    with pytest.raises(ConfigError, match=r"policy\.warm_start\.model: .* is no model directory"):
+    with pytest.raises(ConfigError, match=r"policy\.warm_start\.model: there is no directory .*nowhere"):
         check_policy(PolicyConfig(warm_start={"model": tmp_path / "nowhere"}))
 
 
