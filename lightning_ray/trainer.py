@@ -13,6 +13,7 @@ starts; a run that cannot go on raises `RunFailed`. In a notebook a run is taken
     Trainer(config, resume=trainer.run.root)
 """
 
+import atexit
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
@@ -84,6 +85,7 @@ class Trainer:
         goes on with it by asking again, or ends the run by `stop`."""
         if self._running is None:
             self._running = self._run()
+            atexit.register(self.stop)  # of a script that left the loop; before Ray's own end, since it came later
         return self._running
 
     def save(self) -> None:
@@ -96,6 +98,7 @@ class Trainer:
         """Ends all that was started. A resume goes on after the last step; it is quicker after a `save`. Idempotent."""
         if self._running is not None:
             self._running.close()
+        atexit.unregister(self.stop)
 
     def _run(self) -> Iterator[Step]:
         try:

@@ -6,7 +6,6 @@ once the engine is gone. `settings` checks all input before anything starts and 
 """
 
 import asyncio
-import json
 import os
 import secrets
 import shutil
@@ -31,6 +30,7 @@ from lightning_ray.harness.rollouts import ProxyClient, Rollouts
 from lightning_ray.harness.runner import ProxyActor
 from lightning_ray.harness.scratch import Scratch
 from lightning_ray.harness.spec import RolloutSpec, command_plan
+from lightning_ray.policy.directory import longest_context, read_json
 from lightning_ray.policy.source import check_policy
 from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.ray_session import RaySession
@@ -90,7 +90,7 @@ def settings(
                           "one engine on one GPU. Set it to 1")
     check_policy(made.policy)
     model_dir = made.policy.path.expanduser().absolute()
-    made = with_defaults(made, json.loads((model_dir / "config.json").read_text()))
+    made = with_defaults(made, read_json("policy.path", model_dir / "config.json"))
     if sandboxed:
         check_harness(made.harness, in_image=made.sandbox.backend != "bubblewrap")
         chosen = _backend(made)
@@ -115,7 +115,7 @@ def with_defaults(config: Config, model: dict[str, Any]) -> Config:
     """`config` with a context length that the model has and time enough, where neither was set. `model`: the content of
     its config.json."""
     policy, harness = config.policy, config.harness
-    longest = model.get("max_position_embeddings") or model.get("text_config", {}).get("max_position_embeddings")
+    longest = longest_context(model)
     if "max_context" not in policy.model_fields_set and longest:
         policy = policy.model_copy(update={"max_context": min(int(longest), LONGEST_CONTEXT)})
     if "timeout_s" not in harness.model_fields_set:

@@ -1,7 +1,9 @@
 """A model directory in Hugging Face format: whether it is one, and which one it is."""
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 from lightning_ray.config import ConfigError
 
@@ -24,6 +26,31 @@ def check_directory(field: str, path: Path) -> None:
     if not (path / "tokenizer_config.json").is_file():
         raise ConfigError(f"{field}: {path} has no tokenizer (tokenizer_config.json). Save the tokenizer beside the "
                           "model")
+
+
+def read_json(field: str, file: Path) -> dict[str, Any]:
+    """One of the directory's JSON files. Raises `ConfigError`, naming `field`."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{field}: {file} cannot be read ({error}). Save the model again") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{field}: {file} holds no JSON object. Save the model again")
+    return content
+
+
+def longest_context(settings: dict[str, Any]) -> int | None:
+    """Tokens, by the model's config.json; None where it does not say."""
+    return settings.get("max_position_embeddings") or settings.get("text_config", {}).get("max_position_embeddings")
+
+
+def check_context(max_context: int, settings: dict[str, Any]) -> None:
+    """Raises `ConfigError` where the model of this config.json is too short. Where its positions are scaled by a factor
+    the engine decides."""
+    longest = longest_context(settings)
+    if longest and max_context > longest and '"factor"' not in json.dumps(settings):
+        raise ConfigError(f"policy.max_context: {max_context} is more than the model's {longest} positions. Give "
+                          f"--policy.max_context {longest}, or less")
 
 
 def model_digest(directory: Path) -> str:

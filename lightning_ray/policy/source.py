@@ -2,12 +2,11 @@
 
 import ctypes
 import gc
-import json
 from pathlib import Path
 
 from lightning_ray.config import Config, ConfigError, PolicyConfig
 from lightning_ray.observe.progress import Progress
-from lightning_ray.policy.directory import check_directory
+from lightning_ray.policy.directory import check_context, check_directory, read_json
 
 
 def check_policy(config: PolicyConfig) -> None:
@@ -15,13 +14,17 @@ def check_policy(config: PolicyConfig) -> None:
     if config.chat_template is not None and not config.chat_template.expanduser().is_file():
         raise ConfigError(f"policy.chat_template: there is no file {config.chat_template}. Give a Jinja template file")
     if config.warm_start is not None and config.warm_start.model is not None:
-        check_directory("policy.warm_start.model", config.warm_start.model)
+        model = config.warm_start.model.expanduser()
+        check_directory("policy.warm_start.model", model)
+        check_context(config.max_context, read_json("policy.warm_start.model", model / "config.json"))
     if config.path is None:
         return
     path = config.path.expanduser()
     check_directory("policy.path", path)
-    tokenizer = path / "tokenizer_config.json"
-    has_template = (path / "chat_template.jinja").is_file() or json.loads(tokenizer.read_text()).get("chat_template")
+    if "max_context" in config.model_fields_set:  # else capture fits it to the model
+        check_context(config.max_context, read_json("policy.path", path / "config.json"))
+    tokenizer = read_json("policy.path", path / "tokenizer_config.json")
+    has_template = (path / "chat_template.jinja").is_file() or tokenizer.get("chat_template")
     if not has_template and config.chat_template is None:
         raise ConfigError(f"policy.path: the tokenizer in {config.path} has no chat template. Give one with "
                           "policy.chat_template FILE")
@@ -31,8 +34,10 @@ def policy_directory(config: PolicyConfig, run: Config, progress: Progress) -> P
     """The model directory to start from, made if need be."""
     if config.path is not None:
         return config.path.expanduser().absolute()
-    from lightning_ray.policy.warm_start import make_policy
+    from lightning_ray.policy.warm_start import POSITIONS, make_policy
 
+    if config.warm_start.model is None:
+        check_context(config.max_context, {"max_position_embeddings": POSITIONS})
     try:
         return make_policy(config.warm_start, run.harness.settings, progress.warm_up)
     finally:

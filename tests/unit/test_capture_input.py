@@ -7,6 +7,7 @@ import pytest
 from lightning_ray.cli import BAD_INPUT, main
 from lightning_ray.config import Config
 from lightning_ray.harness.capture import LONGEST_CONTEXT, TIMEOUT_S, mount, settings, with_defaults
+from lightning_ray.policy.directory import check_context
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def model(tmp_path):
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--", "true"], ["no model", "--model DIR"]),
-    (["--model", "/none", "--", "true"], ["policy.path", "/none", "config.json"]),
+    (["--model", "/none", "--", "true"], ["policy.path", "no directory /none", "hub"]),
     (["--model", "MODEL"], ["no command", "after --"]),
     (["--model", "MODEL", "--", "no-such-program"], ["harness.command", "'no-such-program'", "Mount"]),
     (["--model", "MODEL", "--no-sandbox", "--", "no-such-program"], ["harness.command", "'no-such-program'", "PATH"]),
@@ -30,6 +31,7 @@ def model(tmp_path):
     (["--model", "MODEL", "--no-sandbox", "--mount", "/usr", "--", "true"], ["harness.mounts", "/usr", "Leave it out"]),
     (["--model", "MODEL", "--task", "/none.jsonl", "--", "true"], ["'/none.jsonl'", "JSONL"]),
     (["--model", "MODEL", "--policy.contexxt", "9", "--", "true"], ["policy.contexxt", "9"]),
+    (["--model", "MODEL", "--policy.max_context", "9999", "--", "true"], ["policy.max_context", "9999", "4096"]),
     (["--model", "MODEL", "--quiet", "--", "true"], ["'--quiet'", "--part.field value"]),
     (["--model", "MODEL", "--generator.tensor_parallel", "2", "--", "true"], ["generator.tensor_parallel", "2"]),
 ])
@@ -38,6 +40,18 @@ def test_bad_input_is_explained(model, capsys, words, said):
     message = capsys.readouterr().err
     for word in said:
         assert word in message
+
+
+def test_files_of_a_model_that_cannot_be_read_are_named(model, capsys):
+    for name, content in (("tokenizer_config.json", "{"), ("config.json", "[]")):
+        (model / name).write_text(content)
+        assert main(["capture", "--model", str(model), "--", "true"]) == BAD_INPUT
+        said = capsys.readouterr().err
+        assert "policy.path" in said and name in said and "Save the model again" in said
+
+
+def test_what_an_engine_makes_of_scaled_positions_is_left_to_it():
+    check_context(8192, {"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}})
 
 
 def test_what_comes_after_the_dashes_is_the_harness_s_alone(model):
