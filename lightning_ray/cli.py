@@ -28,7 +28,7 @@ QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONWARNINGS": "ignore",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1",
-    "RAY_LOG_TO_DRIVER": "0",
+    "RAY_LOG_TO_DRIVER": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "^Task .* retries remaining",
 }
 """Libraries log to files or not at all: the display belongs to the run. Values that the user has set stay."""
 

@@ -6,12 +6,13 @@ Qwen3.5 (tools as XML, an answer begins inside its reasoning) and Llama 3 (heade
 """
 
 import asyncio
+import atexit
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -198,7 +199,9 @@ def model_dir(family: str, root: Path) -> Path:
 @cache
 def codec_of(family: str, max_context: int = 65536) -> Codec:
     _, _, _, tools, reasoning = FAMILIES[family]
-    directory = model_dir(family, Path(mkdtemp(prefix="lightning-ray-tokenizers-")))
+    kept = TemporaryDirectory(prefix="lightning-ray-tokenizers-")
+    atexit.register(kept.cleanup)
+    directory = model_dir(family, Path(kept.name))
     return Codec(directory, PolicyConfig(
         path=directory, tool_parser=tools, reasoning_parser=reasoning, max_context=max_context
     ))
