@@ -7,6 +7,7 @@ from pathlib import Path
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.harness.checks import check_harness
 from lightning_ray.policy.source import check_policy
+from lightning_ray.ray_session import check_address
 from lightning_ray.sandbox.backend import check as check_sandbox
 from lightning_ray.sandbox.base import SandboxUnavailable
 
@@ -23,6 +24,7 @@ def preflight(config: Config, *, policy: bool = True) -> None:
     check_harness(config.harness, in_image=config.sandbox.backend != "bubblewrap")
     check_port(config.proxy.port)
     check_disk(config.run.dir)
+    check_address(config)
     if not config.runners.resources:  # else the runners are on nodes of their own, and each looks when it starts
         check_isolation(config)
 

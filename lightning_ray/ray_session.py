@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import socket
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,24 @@ from lightning_ray.config import Config, ConfigError
 FREE_SOON = {"free_objects_period_milliseconds": 10}
 """Ray's own setting: how long memory of the object store is kept that nobody refers to any more. By default that is a
 second, in which a publish sends many buckets."""
+CONNECT_TIMEOUT_S = 10.0
 CONNECT_REMEDY = "Start a cluster with `ray up cluster.yaml`, or leave ray.address out to run on this machine"
+
+
+def check_address(config: Config) -> None:
+    """Raises `ConfigError` where nobody listens at the cluster's HOST:PORT. Ray itself would try for minutes."""
+    address = _named(config)
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if ray.is_initialized() or not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"ray.address: {address!r} cannot be reached ({error}). {CONNECT_REMEDY}") from None
+
+
+def _named(config: Config) -> str:
+    return config.ray.address or os.environ.get("RAY_ADDRESS", "")
 
 
 class Loose:
@@ -51,7 +69,7 @@ class RaySession:
 
     @classmethod
     def _start(cls, config: Config) -> "RaySession":
-        address = config.ray.address or os.environ.get("RAY_ADDRESS")
+        address = _named(config)
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         if address:
             try:

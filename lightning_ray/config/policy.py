@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from lightning_ray.config.reading import Part
 
+HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Of attention, that vLLM takes on a CPU."""
+
 
 class WarmStartConfig(Part):
     """A policy made on the spot: random weights and a tokenizer of its own, or those of `model`, then supervised
@@ -23,9 +26,17 @@ class WarmStartConfig(Part):
     steps: int = Field(default=250, ge=0)
     batch_size: int = Field(default=32, ge=1)
     lr: float = Field(default=3e-3, gt=0)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     cache: Path = Path("~/.cache/lightning_ray/policies")
     """Warm-started policies are kept here, by the hash of everything that made them."""
+
+    @model_validator(mode="after")
+    def heads_that_an_engine_takes(self) -> Self:
+        width = self.hidden_size / self.heads
+        if self.model is None and width not in HEAD_WIDTHS:
+            raise ValueError(f"policy.warm_start.hidden_size ({self.hidden_size}) divided by policy.warm_start.heads "
+                             f"({self.heads}) is {width:g}. It must be one of {', '.join(map(str, HEAD_WIDTHS))}")
+        return self
 
 
 class PolicyConfig(Part):

@@ -15,7 +15,7 @@ class RunConfig(Part):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
     steps: int = Field(default=100, ge=1)
     """Policy updates."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     checkpoint_every: int = Field(default=20, ge=1)
     """Steps between checkpoints; the last step always makes one. A resume learns the steps that were recorded since the
     last one again, from their rollouts: a killed run loses the step in progress at most."""
@@ -32,7 +32,7 @@ class TasksConfig(Part):
     train: int = Field(default=2000, ge=1)
     """How many tasks to train on (generated sources), or at most this many (files)."""
     heldout: int = Field(default=200, ge=0)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
 
 
 class PricesConfig(Part):
@@ -66,5 +66,5 @@ class EvaluationConfig(Part):
 class RayConfig(Part):
     address: str | None = None
     """An existing cluster (`auto`, `ray://host:port`); null: the cluster that this job runs in, else a local one."""
-    object_store_gib: float = Field(default=0.5, gt=0)
-    """Object store of a local cluster."""
+    object_store_gib: float = Field(default=0.5, ge=0.1)
+    """Object store of a local cluster; Ray takes none below 75 MiB."""

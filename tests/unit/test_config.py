@@ -1,9 +1,12 @@
 """Bad input: each message names the field, the value and the remedy."""
 
+import socket
+
 import pytest
 import yaml
 
 from lightning_ray.config import Config, ConfigError
+from lightning_ray.ray_session import check_address
 
 
 @pytest.fixture
@@ -39,6 +42,9 @@ def file(tmp_path):
     ("capture: {train: '(a'}", (), ["capture.train", "'(a'", "regular expression", "main"]),
     ("capture: {train: ''}", (), ["capture.train", "''", "all"]),
     ("run: {name: 'a/b'}", (), ["run.name", "'a/b'"]),
+    ("policy: {warm_start: {heads: 3}}", (), ["policy.warm_start.hidden_size (128)", "heads (3)", "42.6667", "32, 64"]),
+    ("run: {seed: -1}", (), ["run.seed", "-1"]),
+    ("ray: {object_store_gib: 0.05}", (), ["ray.object_store_gib", "0.05"]),
     ("run: {steps: 3}\nlearner: {}\nrun: {name: x}", (), ["'run' stands twice", "line 3"]),
 ])
 def test_a_fault_is_explained(file, text, overrides, words):
@@ -113,3 +119,13 @@ def test_the_digest_ignores_where_the_run_lies_and_nothing_else(file):
     plain = Config()
     assert plain.digest() == Config.load(file(""), ["--run.dir", "/elsewhere", "--run.name", "other"]).digest()
     assert plain.digest() != Config.load(file(""), ["--learner.lr", "2e-6"]).digest()
+
+
+def test_a_cluster_where_nobody_listens_is_named_at_once():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and not listening
+        for scheme in ("", "ray://"):
+            address = f"{scheme}127.0.0.1:{taken.getsockname()[1]}"
+            with pytest.raises(ConfigError, match=rf"ray\.address: '{address}' cannot be reached"):
+                check_address(Config(ray={"address": address}))
+    check_address(Config(ray={"address": "auto"}))
