@@ -98,8 +98,11 @@ class Keeper:
             found[message.decode()].setblocking(False)
 
     def quit(self) -> None:
-        """End the keeper; nothing is kept any more."""
+        """End the keeper; nothing is kept any more. Waits until it is gone: the next one must not be taken for it."""
         self._channel.send(json.dumps(["quit"]).encode())
+        self._channel.settimeout(SPAWN_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            self._channel.recv(1)
         self._channel.close()
 
 

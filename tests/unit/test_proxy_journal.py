@@ -83,6 +83,13 @@ def test_a_torn_journal_is_good_up_to_the_tear(tmp_path):
     assert not journals(tmp_path)
 
 
+def test_a_keeper_that_was_told_to_quit_is_not_found_again(tmp_path):
+    for _ in range(10):
+        keeper = Keeper(tmp_path, watch=os.getpid())
+        assert keeper.sockets() == {}
+        keeper.quit()
+
+
 def test_the_keeper_keeps_a_port_open_while_nobody_serves_it(tmp_path):
     deep = tmp_path / ("d" * 100)
     keeper = Keeper(deep, watch=os.getpid())
