@@ -27,7 +27,8 @@ from typing import Any
 from lightning_ray.cli import run_command
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.evaluation import remote_model
-from lightning_ray.evaluation.measure import Evaluation, NothingJudged, predictions_file, scores
+from lightning_ray.evaluation.measure import Evaluation, predictions_file
+from lightning_ray.evaluation.scores import NothingJudged, scores
 from lightning_ray.observe.progress import LineProgress
 from lightning_ray.observe.records import versions
 from lightning_ray.run_directory import write_whole
@@ -166,13 +167,11 @@ def _here(options: argparse.Namespace, instances: Sequence[Instance], sample: Sa
         chosen = backend.choose(config.sandbox)
     except SandboxUnavailable as error:
         raise ConfigError(f"--grade here: {error}") from None
-    sandbox = config.sandbox
-    limits = Limits(sandbox.memory_mb, sandbox.processes, sandbox.cpus, sandbox.disk_mb, sandbox.output_bytes)
     try:
         with tempfile.TemporaryDirectory(prefix="swe-bench-") as directory:
             return asyncio.run(judge_here(
-                tasks, sample, make=chosen.make, workspaces=Workspaces(Path(directory), chosen.checkout), limits=limits,
-                timeout_s=options.timeout, at_once=options.at_once))
+                tasks, sample, make=chosen.make, workspaces=Workspaces(Path(directory), chosen.checkout),
+                limits=Limits.of(config.sandbox), timeout_s=options.timeout, at_once=options.at_once))
     finally:
         chosen.close()
 

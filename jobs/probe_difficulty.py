@@ -26,7 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_ray.cli import run_command
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.evaluation import remote_model
-from lightning_ray.evaluation.measure import Evaluation, NothingJudged
+from lightning_ray.evaluation.measure import Evaluation
+from lightning_ray.evaluation.scores import NothingJudged
 from lightning_ray.observe.progress import LineProgress
 from lightning_ray.policy.directory import model_digest
 from lightning_ray.preflight import preflight

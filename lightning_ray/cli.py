@@ -228,7 +228,8 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
     from rich.console import Console
 
-    from lightning_ray.evaluation.measure import Evaluation, NothingJudged, lines
+    from lightning_ray.evaluation.measure import Evaluation
+    from lightning_ray.evaluation.scores import NothingJudged, lines
     from lightning_ray.observe.progress import LineProgress
 
     console = Console(highlight=False, soft_wrap=True)
@@ -247,7 +248,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _compare(options: argparse.Namespace, overrides: list[str]) -> int:
-    from lightning_ray.evaluation.measure import compare_files
+    from lightning_ray.evaluation.scores import compare_files
 
     for name, value in compare_files(options.first, options.second).items():
         print(f"{name:17} {value}")

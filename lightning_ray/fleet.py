@@ -8,21 +8,23 @@ it is given nothing, and the rollouts it held start again on the others, a bound
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from lightning_ray.config import Config, ConfigError, RunnersConfig
+from lightning_ray.calls import end
+from lightning_ray.config import Config
 from lightning_ray.dispatch import Dispatch, Start
 from lightning_ray.harness.runner import Runner
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.proxy.actor import Proxy
-from lightning_ray.ray_session import Loose
+from lightning_ray.ray_session import Loose, reserve
 from lightning_ray.run_directory import RunDirectory
 from lightning_ray.trajectory.call import Trajectory
 
@@ -30,8 +32,6 @@ log = logging.getLogger(__name__)
 
 WAIT_S = 0.5
 """Longest wait for a rollout before the caller gets a chance to show progress or to be interrupted."""
-PLACEMENT_TIMEOUT_S = 600
-"""A cluster that scales by itself needs minutes to add a node."""
 STOP_TIMEOUT_S = 30
 WAIT_AT_ONCE = 32
 """Most ended rollouts handed over at once."""
@@ -63,14 +63,23 @@ class Fleet:
     @classmethod
     def start(cls, config: Config, run: RunDirectory, model_dir: str, generators: Sequence[ActorHandle]) -> "Fleet":
         """Starts all parts and waits until each says that it is ready. Raises what a part raises."""
-        pairs = _reserve(config.runners)
+        def proxy(number: int, place: dict[str, Any]) -> ActorHandle:
+            journal = run.root / "journal" / str(number)
+            return Proxy.options(**place).remote(config.proxy, config.policy, model_dir, Loose(list(generators)),
+                                                 str(journal))
+
+        return cls.beside(config, proxy)
+
+    @classmethod
+    def beside(cls, config: Config, proxy: Callable[[int, dict[str, Any]], ActorHandle]) -> "Fleet":
+        """Runners beside proxies of any kind: `proxy(number, options)` creates the actor beside that runner."""
+        pairs = reserve([{"CPU": config.runners.cpus, **config.runners.resources}] * config.runners.count, "SPREAD",
+                        "runners.count, runners.cpus")
         proxies, runners = [], []
         for number in range(config.runners.count):
             bundle = PlacementGroupSchedulingStrategy(pairs, placement_group_bundle_index=number)
             place = {"max_restarts": -1, "num_cpus": config.runners.cpus / 2, "scheduling_strategy": bundle}
-            journal = run.root / "journal" / str(number)
-            proxies.append(Proxy.options(**place).remote(
-                config.proxy, config.policy, model_dir, Loose(list(generators)), str(journal)))
+            proxies.append(proxy(number, place))
             runners.append(Runner.options(**place).remote(config, Loose(proxies[-1])))
         fleet = cls(runners, proxies, pairs, config.runners.infra_retries)
         try:
@@ -121,12 +130,8 @@ class Fleet:
         """Ends every rollout and every process of the runners and proxies."""
         self._pending.clear()
         self._dispatch.clear()
-        for part in [*self.runners, *self.proxies]:  # runners first: they ask the proxies
-            try:
-                ray.get(part.stop.remote(), timeout=STOP_TIMEOUT_S)
-            except RayError as error:
-                log.warning("%s did not stop by itself (%s); its processes end with it", part, type(error).__name__)
-            ray.kill(part)
+        end(self.runners, STOP_TIMEOUT_S)  # first: they ask the proxies
+        end(self.proxies, STOP_TIMEOUT_S)
         remove_placement_group(self.pairs)
 
     def _start_next(self) -> None:
@@ -177,17 +182,3 @@ class Fleet:
         self._dead += 1
         if self._dead == len(self.runners):
             raise RunnersGone(f"every runner died and cannot be started again. The last one: {error}") from error
-
-
-def _reserve(config: RunnersConfig) -> PlacementGroup:
-    """One bundle for each runner and its proxy. Raises `ConfigError` where the cluster has no room."""
-    bundle = {"CPU": config.cpus, **config.resources}
-    pairs = placement_group([bundle] * config.count, strategy="SPREAD")
-    try:
-        ray.get(pairs.ready(), timeout=PLACEMENT_TIMEOUT_S)
-    except ray.exceptions.GetTimeoutError:
-        remove_placement_group(pairs)
-        raise ConfigError(
-            f"runners: the cluster has no room for {config.count} x {bundle} (it has {ray.cluster_resources()}). "
-            "Lower runners.count or runners.cpus, or add nodes") from None
-    return pairs

@@ -25,12 +25,11 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lightning_ray.calls import PartDied, gather
-from lightning_ray.config import Config, ConfigError
+from lightning_ray.config import Config
 from lightning_ray.generator.pool import GeneratorPool
 from lightning_ray.generator.publishing import PublishFailed
 from lightning_ray.generator.worker import GeneratorWorker
@@ -39,12 +38,11 @@ from lightning_ray.learner.worker import LearnerWorker
 from lightning_ray.memory import BYTES
 from lightning_ray.phases import Phases
 from lightning_ray.placement import Seat, place, takes_turns
+from lightning_ray.ray_session import reserve
 from lightning_ray.trajectory.samples import Sample
 
 __all__ = ["PartDied", "PolicyGroup"]
 
-PLACEMENT_TIMEOUT_S = 600
-"""A cluster that scales by itself needs minutes to add a node."""
 STOP_TIMEOUT_S = 20
 
 
@@ -267,7 +265,7 @@ def _create(config: Config, model_dir: str, total_steps: int) -> PolicyGroup:
     on_gpus = ray.cluster_resources().get("GPU", 0) > 0
     turns = takes_turns(config, on_gpus=on_gpus)
     planned = place(config, on_gpus=on_gpus)
-    placement = _reserve(planned.bundles)
+    placement = reserve(planned.bundles, "PACK", "learner.ranks, generator.replicas")
     generator = config.generator.model_copy(update={"in_flight": "resend" if turns else "keep"})
     ranks = len(planned.learners)
     learners = [
@@ -288,15 +286,3 @@ def _options(seat: Seat, placement: PlacementGroup) -> dict[str, Any]:
                                              placement_group_capture_child_tasks=True)
     options = {"num_cpus": seat.cpus, "num_gpus": seat.gpus, "scheduling_strategy": where}
     return {**options, "runtime_env": {"env_vars": seat.env}} if seat.env else options
-
-
-def _reserve(bundles: list[dict[str, float]]) -> PlacementGroup:
-    placement = placement_group(bundles, strategy="PACK")
-    try:
-        ray.get(placement.ready(), timeout=PLACEMENT_TIMEOUT_S)
-    except GetTimeoutError:
-        remove_placement_group(placement)
-        raise ConfigError(
-            f"learner.ranks, generator.replicas: the cluster has no room for {bundles} (it has "
-            f"{ray.cluster_resources()}). Lower them, or add nodes") from None
-    return placement

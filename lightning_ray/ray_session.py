@@ -10,6 +10,8 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from lightning_ray.config import Config, ConfigError
 
@@ -17,6 +19,8 @@ FREE_SOON = {"free_objects_period_milliseconds": 10}
 """Ray's own setting: how long memory of the object store is kept that nobody refers to any more. By default that is a
 second, in which a publish sends many buckets."""
 CONNECT_TIMEOUT_S = 10.0
+PLACEMENT_TIMEOUT_S = 600
+"""A cluster that scales by itself needs minutes to add a node."""
 CONNECT_REMEDY = "Start a cluster with `ray up cluster.yaml`, or leave ray.address out to run on this machine"
 
 
@@ -88,3 +92,15 @@ class RaySession:
     def stop(self) -> None:
         if self.ours:
             ray.shutdown()
+
+
+def reserve(bundles: list[dict[str, float]], strategy: str, fields: str) -> PlacementGroup:
+    """Blocks until the cluster has the room. Raises `ConfigError`, which names `fields`, where it has none."""
+    placement = placement_group(bundles, strategy=strategy)
+    try:
+        ray.get(placement.ready(), timeout=PLACEMENT_TIMEOUT_S)
+    except GetTimeoutError:
+        remove_placement_group(placement)
+        raise ConfigError(f"{fields}: the cluster has no room for {bundles} (it has {ray.cluster_resources()}). Lower "
+                          "them, or add nodes") from None
+    return placement

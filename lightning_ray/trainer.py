@@ -14,7 +14,6 @@ starts; a run that cannot go on raises `RunFailed`. In a notebook a run is taken
 """
 
 import atexit
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from lightning_ray.admission import Admission, Pressure
 from lightning_ray.buffer import Dropped, Group, GroupBuffer
 from lightning_ray.config import Config
 from lightning_ray.fleet import Fleet, RunnersGone
-from lightning_ray.harness.spec import RolloutSpec
+from lightning_ray.harness.spec import RolloutSpec, rollout_seed
 from lightning_ray.observe.memory import PeakMemory
 from lightning_ray.observe.metrics import step_metrics
 from lightning_ray.observe.progress import Progress
@@ -53,11 +52,6 @@ CHECK_EVERY_S = 10.0
 
 class RunFailed(RuntimeError):
     """The run cannot go on. The message says why and what to do; the last checkpoint is kept."""
-
-
-def rollout_seed(seed: int, rollout_id: str) -> int:
-    """31 bits: each rollout samples by a seed of its own, else all members of a group would say the same."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{rollout_id}".encode(), digest_size=4).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,10 @@ failed for reasons of ours is counted apart.
 import hashlib
 import json
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import ray
@@ -22,11 +21,11 @@ import ray
 from lightning_ray.calls import end
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.evaluation.bill import bill
-from lightning_ray.evaluation.comparison import compare, mean_with_interval, pass_at_k
-from lightning_ray.evaluation.remote_model import RemoteFleet, RemoteModel, configured
+from lightning_ray.evaluation.remote_model import RemoteModel, configured, remote_endpoint
+from lightning_ray.evaluation.scores import scores
 from lightning_ray.fleet import Fleet
 from lightning_ray.generator.worker import GeneratorWorker
-from lightning_ray.harness.spec import RolloutSpec
+from lightning_ray.harness.spec import RolloutSpec, rollout_seed
 from lightning_ray.observe.progress import Progress
 from lightning_ray.observe.records import versions
 from lightning_ray.policy.directory import model_digest
@@ -34,22 +33,16 @@ from lightning_ray.policy.source import policy_directory
 from lightning_ray.preflight import preflight
 from lightning_ray.ray_session import RaySession
 from lightning_ray.run_directory import RunDirectory, write_whole
-from lightning_ray.statistics import pass_rate
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.source import load_tasks
 from lightning_ray.tasks.swe_bench import prediction
-from lightning_ray.tasks.swe_smith import digest, repository
-from lightning_ray.trainer import rollout_seed
+from lightning_ray.tasks.swe_smith import digest
 from lightning_ray.trajectory.archive import write_rollouts
 from lightning_ray.trajectory.call import Trajectory
 
 STOP_TIMEOUT_S = 20
 GENERATOR_LIVES = 3
 """How often the process of one generator is started again; its generations wait meanwhile, or move to another."""
-
-
-class NothingJudged(RuntimeError):
-    """No rollout could be run. The message says why."""
 
 
 class Evaluation:
@@ -78,7 +71,7 @@ class Evaluation:
             return self._record(tasks, done, model, time.monotonic() - started, fleet.facts)
 
     @contextmanager
-    def served(self) -> Iterator[tuple[Fleet | RemoteFleet, dict[str, Any]]]:
+    def served(self) -> Iterator[tuple[Fleet, dict[str, Any]]]:
         """A new run directory, the model behind runners, and what the record says of it."""
         self.run = RunDirectory.create(self.config)
         model = None
@@ -92,7 +85,7 @@ class Evaluation:
             generators = start_generators(self.config, model) if model else []
             self.progress.phase("starting proxies and runners")
             fleet = (Fleet.start(self.config, self.run, str(model), generators) if model
-                     else RemoteFleet.start(self.config, self.remote))
+                     else Fleet.beside(self.config, partial(remote_endpoint, self.remote)))
             try:
                 name = self.config.policy.name
                 yield fleet, {"name": name, "sha256": model_digest(model)} if model else {
@@ -104,7 +97,7 @@ class Evaluation:
             end(generators, STOP_TIMEOUT_S)
             session.stop()
 
-    def _rollouts(self, fleet: Fleet | RemoteFleet, tasks: Sequence[Task]) -> dict[str, list[Trajectory]]:
+    def _rollouts(self, fleet: Fleet, tasks: Sequence[Task]) -> dict[str, list[Trajectory]]:
         """Instance id -> its rollouts, in the order of their numbers."""
         self.progress.phase("rollouts")
         specs = [self.spec(task, number) for task in tasks for number in range(self.config.evaluation.samples)]
@@ -170,90 +163,5 @@ def start_generators(config: Config, model: Path) -> list[Any]:
     return parts
 
 
-def scores(repositories: Mapping[str, str], done: Mapping[str, Sequence[Trajectory]], *, seed: int) -> dict[str, Any]:
-    """Pass rates with intervals, in all and per repository, and every outcome. Pure. `NothingJudged` where there is
-    none. `infra_failed` is how many rollouts were not judged.
-    """
-    judged = {name: [each for each in members if each.end != "infra_failed"] for name, members in done.items()}
-    judged = {name: members for name, members in judged.items() if members}
-    if not judged:
-        first = next((each for members in done.values() for each in members), None)
-        raise NothingJudged(f"no rollout could be run: {first.reason if first else 'there are no tasks'}")
-    by_repository: dict[str, list[list[bool]]] = {}
-    for name, members in judged.items():
-        by_repository.setdefault(repository(repositories[name]) or "-", []).append([each.passed for each in members])
-    ends = [each.end for members in done.values() for each in members]
-    return {
-        **rates([samples for each in by_repository.values() for samples in each], seed),
-        "ends": {end: ends.count(end) for end in ("graded", "harness_failed", "infra_failed")},
-        "reasons": dict(Counter(kind_of(each.reason) for members in done.values() for each in members).most_common()),
-        "repositories": {name: rates(each, seed) for name, each in sorted(by_repository.items())},
-        "instances": {name: [outcome(each) for each in members] for name, members in done.items()},
-    }
-
-
-def rates(passed: Sequence[Sequence[bool]], seed: int) -> dict[str, Any]:
-    """`pass@k` for each power of two, of instances with these samples. An instance counts where it has at least k. One
-    sample of each has Wilson's interval, several have the bootstrap's over instances."""
-    if max(map(len, passed)) == 1:
-        return {"pass@1": pass_rate(sum(map(sum, passed)), len(passed))}
-    found = {}
-    k = 1
-    while values := [pass_at_k(len(samples), sum(samples), k) for samples in passed if len(samples) >= k]:
-        found[f"pass@{k}"] = {"instances": len(values), **mean_with_interval(values, seed=seed)}
-        k *= 2
-    return found
-
-
-def outcome(trajectory: Trajectory) -> dict[str, Any]:
-    return {"rollout": trajectory.rollout_id, "end": trajectory.end, "passed": trajectory.passed,
-            "reason": trajectory.reason, "suspicions": trajectory.suspicions, "calls": len(trajectory.calls),
-            "tokens_in": trajectory.tokens_prompt, "tokens_out": trajectory.tokens_sampled,
-            "seconds": round(sum(trajectory.timings.values()), 3)}
-
-
-def kind_of(reason: str) -> str:
-    """What ended a rollout, without its particulars: `passed`, `tests_failed`, `timeout`, `LimitsExceeded`, ..."""
-    return reason.partition(":")[0].strip() or "-"
-
-
 def predictions_file(sample: int) -> str:
     return f"predictions{f'-{sample}' if sample else ''}.jsonl"
-
-
-def compare_files(first: Path, second: Path) -> dict[str, Any]:
-    """`comparison.compare` of two results.json. Raises `ConfigError` where they are not of the same instances."""
-    rates = []
-    hashes = []
-    for path in (first, second):
-        try:
-            results = json.loads(path.read_text())
-            hashes.append(results["data"]["sha256"])
-            members = {name: [each for each in outcomes if each["end"] != "infra_failed"]
-                       for name, outcomes in results["instances"].items()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"compare: {path} is no results.json of an evaluation ({error}). Make one with "
-                              "lightning-ray evaluate") from None
-        rates.append({name: fmean(each["passed"] for each in kept) for name, kept in members.items() if kept})
-    if hashes[0] != hashes[1]:
-        raise ConfigError(f"compare: {first} and {second} were measured on different tasks. Evaluate both on the same "
-                          "files")
-    try:
-        return compare(*rates)
-    except ValueError as error:
-        raise ConfigError(f"compare: {error}. Evaluate again") from None
-
-
-def lines(results: Mapping[str, Any]) -> list[str]:
-    """The results for a terminal."""
-    shown = []
-    for name, value in results.items():
-        if name.startswith("pass@"):
-            rate, (low, high) = value.get("rate", value.get("mean")), value["ci95"]
-            shown.append(f"{name} {rate:.1%} [{low:.1%}, {high:.1%}]")
-    ends, costs = results["ends"], results["bill"]
-    shown.append(", ".join(f"{count} {end}" for end, count in ends.items()))
-    cost = "" if costs["cost"] is None else f"; cost {costs['cost']:.4f}"
-    shown.append(f"tokens in {costs['tokens_in']:,} (cached {costs['tokens_in_cached']:,}), out "
-                 f"{costs['tokens_out']:,}; {costs['device_s']:.0f} device-seconds{cost}")
-    return shown

@@ -6,22 +6,16 @@ Only a Python harness can be used: what runs in a sandbox reaches no network. Th
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
 
-from lightning_ray.calls import end
 from lightning_ray.config import Config, ConfigError
-from lightning_ray.harness.runner import Runner
-from lightning_ray.harness.spec import API_KEY, RolloutSpec
+from lightning_ray.harness.spec import API_KEY
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout, Status
-from lightning_ray.trajectory.call import Call, Trajectory
-
-STOP_TIMEOUT_S = 30
+from lightning_ray.trajectory.call import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +67,16 @@ def configured(config: Config, remote: RemoteModel) -> Config:
         "harness": config.harness.model_copy(update={"settings": {**settings, "model": model}})})
 
 
-@ray.remote(num_cpus=0)
+@ray.remote
 class RemoteEndpoint:
     """What a runner takes for its proxy."""
 
     def __init__(self, remote: RemoteModel) -> None:
         self._endpoint = Endpoint(remote.base_url, remote.api_key)
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
     async def open(self, rollout: OpenRollout) -> Endpoint:
         return self._endpoint
@@ -90,39 +88,6 @@ class RemoteEndpoint:
         return Status()
 
 
-@dataclass(slots=True)
-class RemoteFleet:
-    """Runners whose harnesses talk to the URL. See `fleet.Fleet`."""
-
-    runners: list[ActorHandle]
-    endpoint: ActorHandle
-    facts: dict[str, Any]
-
-    @classmethod
-    def start(cls, config: Config, remote: RemoteModel) -> "RemoteFleet":
-        endpoint = RemoteEndpoint.remote(remote)
-        runners = [Runner.options(num_cpus=config.runners.cpus, resources=config.runners.resources or None).remote(
-            config, endpoint) for _ in range(config.runners.count)]
-        fleet = cls(runners, endpoint, {})
-        try:
-            fleet.facts = ray.get([runner.start.remote() for runner in runners])[0]
-        except BaseException:
-            fleet.stop()
-            raise
-        return fleet
-
-    def run(self, specs: Sequence[RolloutSpec]) -> Iterator[Trajectory]:
-        """Trajectories as they end. A rollout whose runner died ends `infra_failed`."""
-        pending = {self.runners[number % len(self.runners)].run.remote(spec): spec for number, spec in enumerate(specs)}
-        while pending:
-            (ready, *_), _ = ray.wait(list(pending))
-            spec = pending.pop(ready)
-            try:
-                yield ray.get(ready)
-            except RayActorError as error:
-                yield Trajectory(spec.rollout_id, spec.group_id, spec.task.instance_id, [], "infra_failed",
-                                 reason=f"its runner died ({type(error).__name__})")
-
-    def stop(self) -> None:
-        end(self.runners, STOP_TIMEOUT_S)
-        ray.kill(self.endpoint)
+def remote_endpoint(remote: RemoteModel, number: int, place: dict[str, Any]) -> ActorHandle:
+    """For `fleet.Fleet.beside`."""
+    return RemoteEndpoint.options(**place).remote(remote)

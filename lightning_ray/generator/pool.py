@@ -17,7 +17,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from lightning_ray.calls import PartDied, gather
+from lightning_ray.calls import PartDied, end, gather
 from lightning_ray.generator.worker import Restarted
 
 log = logging.getLogger(__name__)
@@ -73,11 +73,7 @@ class GeneratorPool:
 
     def stop(self, timeout_s: float) -> None:
         """Ends all engines and processes."""
-        stopping = [part.stop.remote() for part in self.handles]
-        if stopping:
-            ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
-        for part in self.handles:
-            ray.kill(part)
+        end(self.handles, timeout_s)
         self.handles, self.away = [], {}
 
     def _lose(self, number: int, error: Exception) -> None:

@@ -5,6 +5,7 @@
 placeholders again.
 """
 
+import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,11 @@ class RolloutSpec:
     mode: Literal["train", "evaluate"]
     seed: int
     temperature: float
+
+
+def rollout_seed(seed: int, rollout_id: str) -> int:
+    """31 bits: each rollout samples by a seed of its own, else all members of a group would say the same."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{rollout_id}".encode(), digest_size=4).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)

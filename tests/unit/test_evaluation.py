@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_ray.cli import main
-from lightning_ray.evaluation.measure import NothingJudged, scores
+from lightning_ray.evaluation.scores import NothingJudged, scores
 from lightning_ray.policy.directory import model_digest
 from lightning_ray.tasks.swe_bench import prediction
 from lightning_ray.trajectory.call import Call, Trajectory
