@@ -27,8 +27,8 @@ from lightning_ray.buffer import Dropped, Group, GroupBuffer
 from lightning_ray.config import Config
 from lightning_ray.fleet import Fleet, RunnersGone
 from lightning_ray.harness.spec import RolloutSpec, rollout_seed
-from lightning_ray.observe.memory import PeakMemory
 from lightning_ray.observe.metrics import step_metrics
+from lightning_ray.observe.peak_memory import PeakMemory
 from lightning_ray.observe.progress import Progress
 from lightning_ray.observe.records import Records
 from lightning_ray.policy.source import policy_directory

@@ -71,7 +71,6 @@ class Cluster:
         self._closed = threading.Event()
         self._watches: dict[str, watch.Watch] = {}
         self._reaches: set[str] = set()
-        self._workers: list[threading.Thread] = []
         try:
             self._open()
         except SandboxError as error:
@@ -88,9 +87,7 @@ class Cluster:
         self._start(self._keep_lease)
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
-        thread = threading.Thread(target=work, args=arguments, daemon=True, name=f"kubernetes-{work.__name__}")
-        self._workers.append(thread)
-        thread.start()
+        threading.Thread(target=work, args=arguments, daemon=True, name=f"kubernetes-{work.__name__}").start()
 
     def close(self) -> None:
         """Delete what this owner has, and stop watching. Idempotent."""
