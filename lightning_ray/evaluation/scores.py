@@ -75,10 +75,10 @@ def compare_files(first: Path, second: Path) -> dict[str, Any]:
             hashes.append(results["data"]["sha256"])
             members = {name: [each for each in outcomes if each["end"] != "infra_failed"]
                        for name, outcomes in results["instances"].items()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            rates.append({name: fmean(each["passed"] for each in kept) for name, kept in members.items() if kept})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"compare: {path} is no results.json of an evaluation ({error}). Make one with "
                               "lightning-ray evaluate") from None
-        rates.append({name: fmean(each["passed"] for each in kept) for name, kept in members.items() if kept})
     if hashes[0] != hashes[1]:
         raise ConfigError(f"compare: {first} and {second} were measured on different tasks. Evaluate both on the same "
                           "files")

@@ -77,3 +77,10 @@ def test_records_of_different_tasks_are_not(tmp_path, capsys):
     assert main(["compare", record(tmp_path / "a", 4), record(tmp_path / "b", 12, "other")]) == 2
     assert main(["compare", record(tmp_path / "a", 4), str(tmp_path / "none")]) == 2
     assert "different tasks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("instances", [["a"], {"a": ["b"]}, {"a": [{"end": "graded"}]}])
+def test_what_is_no_record_is_named(tmp_path, capsys, instances):
+    (tmp_path / "b").write_text(json.dumps({"data": {"sha256": "d"}, "instances": instances}))
+    assert main(["compare", record(tmp_path / "a", 4), str(tmp_path / "b")]) == 2
+    assert f"{tmp_path / 'b'} is no results.json" in capsys.readouterr().err
