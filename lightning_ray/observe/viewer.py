@@ -7,9 +7,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from lightning_ray.config import ConfigError
 from lightning_ray.observe.html import content, heading
@@ -23,8 +25,11 @@ def view(path: Path, *, step: int | None = None, rollout_id: str | None = None, 
     console = console or Console(highlight=False)
     if rollout_id is None:
         file = _file_of_step(path, step)
-        console.print(rollout_table(read_rollouts(file), title=file.name))
-        console.print(f"one of them, whole: lightning-ray view {path} --rollout ID", markup=False)
+        found = read_rollouts(file)
+        console.print(rollout_table(found, title=file.name))
+        for trajectory in found[:1]:
+            console.print(f"one of them, whole: lightning-ray view {path} --rollout {trajectory.rollout_id}",
+                          markup=False, soft_wrap=True)
         return 0
     for file in _files(path):
         for trajectory in read_rollouts(file):
@@ -35,15 +40,19 @@ def view(path: Path, *, step: int | None = None, rollout_id: str | None = None, 
 
 
 def rollout_table(trajectories: Sequence[Trajectory], title: str = "") -> Table:
-    """One line a rollout."""
-    table = Table(title=title)
-    for name in ("rollout", "task", "end", "reward", "calls", "branches", "tokens", "reason"):
-        table.add_column(name, justify="right" if name in ("reward", "calls", "branches", "tokens") else "left")
+    """One line a rollout. On a narrow terminal task and reason are cut; the rollout's name stays whole, since
+    `--rollout` asks for it."""
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("rollout", "end", "reward", "calls", "branches", "tokens"):
+        table.add_column(name, justify="left" if name in ("rollout", "end") else "right", no_wrap=True)
+    for name in ("task", "reason"):
+        table.add_column(name)
     for trajectory in trajectories:
+        cut = [Text(" ".join(text.split())[:60], no_wrap=True, overflow="ellipsis")
+               for text in (trajectory.task_id, trajectory.reason)]
         table.add_row(
-            escape(trajectory.rollout_id), escape(trajectory.task_id), trajectory.end, f"{trajectory.reward:.2f}",
-            str(len(trajectory.calls)), str(len(branches(trajectory.calls))), str(trajectory.tokens_sampled),
-            escape(trajectory.reason[:60]))
+            escape(trajectory.rollout_id), trajectory.end, f"{trajectory.reward:.2f}", str(len(trajectory.calls)),
+            str(len(branches(trajectory.calls))), str(trajectory.tokens_sampled), *cut)
     return table
 
 
