@@ -60,7 +60,8 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
             raise ConfigError(f"{overrides[0]!r} is not understood. See {parser.prog} --help")
         return options.run(options, overrides) or DONE
     except ConfigError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        said = getattr(error, "cause", error)  # of an actor: Ray's own text is a traceback
+        print(f"{parser.prog}: {said}", file=sys.stderr)
         return BAD_INPUT
     except PermissionError as error:
         if error.filename is None:

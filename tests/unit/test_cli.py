@@ -7,6 +7,7 @@ import signal
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ray.exceptions import RayTaskError
 
 from lightning_ray.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, main, run_command, separate_overrides
 from lightning_ray.config import ConfigError
@@ -37,6 +38,8 @@ def test_an_override_without_a_value_is_named(capsys, tmp_path):
 
 @pytest.mark.parametrize(("raised", "status", "said"), [
     (None, DONE, ""), (ConfigError("x: no. Give y"), BAD_INPUT, "job: x: no. Give y\n"),
+    (RayTaskError("start", "a traceback", ConfigError("x: no. Give y")).as_instanceof_cause(), BAD_INPUT,
+     "job: x: no. Give y\n"),
     (PermissionError(13, "Permission denied", "/secret"), BAD_INPUT,
      "job: /secret: this user has not the rights for it. Give another path\n"),
     (LookupError("gone"), FAILED, "job: failed: gone\n"), (KeyboardInterrupt(), INTERRUPTED, "job: interrupted\n"),
