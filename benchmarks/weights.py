@@ -72,6 +72,7 @@ def measure(millions: int, dtype: str, bucket_mb: int, repeats: int) -> dict[str
                        "extra": {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 512 << 20}})
         group = PolicyGroup.start(config, Path(root), total_steps=1)
         try:
+            group.ready()
             request = GenerateRequest("running", list(range(10, 50)), 4000, 1.0, params={"ignore_eos": True})
             running = group.generators[0].generate.remote(request)
             group.publish(group.version + 1)  # the first one touches memory that the others find touched

@@ -1,10 +1,13 @@
 """Calls on several actors at once, whose failures say which part they came from, and their end."""
 
+import logging
 from collections.abc import Sequence
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
+
+log = logging.getLogger(__name__)
 
 
 class PartDied(RuntimeError):
@@ -36,8 +39,10 @@ def gather(calls: dict[str, ray.ObjectRef], survive: tuple[type[Exception], ...]
 
 def end(parts: Sequence[ActorHandle], timeout_s: float) -> None:
     """Has actors stop, all at once, waits at most so long, and ends their processes."""
-    stopping = [part.stop.remote() for part in parts]
+    stopping = {part.stop.remote(): part for part in parts}
     if stopping:
-        ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
+        _, late = ray.wait(list(stopping), num_returns=len(stopping), timeout=timeout_s)
+        for ref in late:
+            log.warning("%s did not stop by itself in %g s; its processes end with it", stopping[ref], timeout_s)
     for part in parts:
         ray.kill(part)

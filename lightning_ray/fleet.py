@@ -1,5 +1,8 @@
 """Fleet: the proxies and runners of a run, and which rollout goes where.
 
+    fleet = Fleet.start(config, run, model_dir, generators)    # parts begin to start, generators may still do so
+    fleet.ready()
+
 Each runner has a proxy beside it on its node: the two share one bundle of a placement group that spreads over nodes.
 A rollout is one actor call on a runner; its trajectory comes back as an `ObjectRef` that the caller owns, so that it
 outlives the runner. A runner that dies is started again by Ray, on another node where its own is gone; until it answers
@@ -50,6 +53,8 @@ class Fleet:
     pairs: PlacementGroup
     retries: int
     facts: dict = field(default_factory=dict)
+    """What the sandbox is, as the first runner has it."""
+    _starting: list[ray.ObjectRef] = field(default_factory=list)
     _dispatch: Dispatch = field(init=False)
     _pending: dict[ray.ObjectRef, Start] = field(default_factory=dict)
     _coming_back: dict[ray.ObjectRef, int] = field(default_factory=dict)
@@ -62,7 +67,7 @@ class Fleet:
 
     @classmethod
     def start(cls, config: Config, run: RunDirectory, model_dir: str, generators: Sequence[ActorHandle]) -> "Fleet":
-        """Starts all parts and waits until each says that it is ready. Raises what a part raises."""
+        """Begins to start all parts; `ready` waits for them. Raises `ConfigError` where the cluster has no room."""
         def proxy(number: int, place: dict[str, Any]) -> ActorHandle:
             journal = run.root / "journal" / str(number)
             return Proxy.options(**place).remote(config.proxy, config.policy, model_dir, Loose(list(generators)),
@@ -82,13 +87,12 @@ class Fleet:
             proxies.append(proxy(number, place))
             runners.append(Runner.options(**place).remote(config, Loose(proxies[-1])))
         fleet = cls(runners, proxies, pairs, config.runners.infra_retries)
-        try:
-            ray.get([proxy.start.remote() for proxy in proxies])
-            fleet.facts = ray.get([runner.start.remote() for runner in runners])[0]
-        except BaseException:
-            fleet.stop()
-            raise
+        fleet._starting = [part.start.remote() for part in (*runners, *proxies)]
         return fleet
+
+    def ready(self) -> None:
+        """Waits until each part says that it is ready. Raises what a part raises; `stop` ends the others."""
+        self.facts = ray.get(self._starting)[0]
 
     @property
     def running(self) -> int:

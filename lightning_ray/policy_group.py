@@ -1,6 +1,7 @@
 """PolicyGroup: the learner's ranks and the generators, on the same machines, and the phases in which they take turns.
 
-    group = PolicyGroup.start(config, model_dir, total_steps)
+    group = PolicyGroup.start(config, model_dir, total_steps)    # parts begin to start
+    group.ready()
     metrics = group.update(samples)        # freeze -> learn -> publish -> verify -> thaw
 
 Where they stand is `placement.py`. Where they have the memory of their devices by turns (`generator.in_flight:
@@ -58,6 +59,7 @@ class PolicyGroup:
         self._placement = placement
         self._turns = turns
         self._buckets: list[list[str]] = []
+        self._starting: dict[str, ray.ObjectRef] = {}
         self._phases = Phases()
 
     @property
@@ -71,36 +73,31 @@ class PolicyGroup:
 
     @classmethod
     def start(cls, config: Config, model_dir: Path, total_steps: int) -> "PolicyGroup":
-        """Starts all parts on the weights in `model_dir` (policy version 0) and blocks until they are ready.
-
-        Raises `ConfigError` where the cluster has no room, else what a part raises; nothing is left running then.
-        """
+        """Begins to start all parts on the weights in `model_dir` (policy version 0); `ready` waits for them, and
+        meanwhile what asks the generators may start, too. Raises `ConfigError` where the cluster has no room."""
         group = _create(config, str(model_dir), total_steps)
-        try:
-            group._start()
-        except BaseException:
-            group.shutdown()
-            raise
+        if not group._turns:
+            group._starting = group._generators_start()
         return group
 
-    def _start(self) -> None:
-        def ready() -> dict[str, ray.ObjectRef]:
-            return {f"generator {number}": part.ready.remote() for number, part in enumerate(self.generators)}
-
-        generators = {} if self._turns else ready()
+    def ready(self) -> None:
+        """Waits until all parts are there. Raises what a part raises; `shutdown` ends the others."""
         master = gather({"learner rank 0": self._learners[0].address.remote()})[0]
         joined = {f"learner rank {rank}": part.setup.remote(master) for rank, part in enumerate(self._learners)}
         if self._turns:  # the generators measure what memory is left for their KV cache
             learner = gather(joined)[0]
             self._learners_do("offload")
-            generator = gather(ready())[0]
+            generator = gather(self._generators_start())[0]
         else:
-            facts = gather({**joined, **generators})
+            facts = gather({**joined, **self._starting})
             learner, generator = facts[0], facts[len(joined)]
         self.facts = {"learner": learner, "generator": generator}
         width = BYTES[self._config.generator.dtype]
         sizes = [(name, count * width) for name, count in self._learners_do("parameters")[0]]
         self._buckets = buckets.plan(sizes, self._config.generator.bucket_mb * 2**20)
+
+    def _generators_start(self) -> dict[str, ray.ObjectRef]:
+        return {f"generator {number}": part.ready.remote() for number, part in enumerate(self.generators)}
 
     def update(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """One step of learning, published: all samples trained once, the generators on the new weights.

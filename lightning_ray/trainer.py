@@ -138,13 +138,14 @@ class Trainer:
         self.memory = PeakMemory.start()
         self.progress.phase("starting Ray")
         self.ray = RaySession.start(self.config)
-        self.progress.phase("starting generator and learner")
+        self.progress.phase("starting all parts")
         self.policy = PolicyGroup.start(self.config, self.model_dir, total_steps=self.config.run.steps)
+        self.fleet = Fleet.start(self.config, self.run, str(self.model_dir), self.policy.generators)
+        self.policy.ready()
         if self._restore_from is not None:
             self.policy.load(self._restore_from / "policy", self._restored.policy_version)
             self._learn_again()
-        self.progress.phase("starting proxies and runners")
-        self.fleet = Fleet.start(self.config, self.run, str(self.model_dir), self.policy.generators)
+        self.fleet.ready()
         self.buffer = GroupBuffer(groups_per_step=schedule.groups_per_step, groups_in_flight=schedule.groups_in_flight,
                                   max_staleness=schedule.max_staleness, resample=schedule.resample_zero_variance,
                                   stale_limit=schedule.stale_limit, stale_in_a_row=self.state.stale_in_a_row)

@@ -80,13 +80,15 @@ class Evaluation:
             model = policy_directory(self.config.policy, self.config, self.progress)
         self.progress.phase("starting Ray")
         session = RaySession.start(self.config)
+        self.progress.phase("starting all parts")
         generators: list[Any] = []
         try:
             generators = start_generators(self.config, model) if model else []
-            self.progress.phase("starting proxies and runners")
             fleet = (Fleet.start(self.config, self.run, str(model), generators) if model
                      else Fleet.beside(self.config, partial(remote_endpoint, self.remote)))
             try:
+                ray.get([part.ready.remote() for part in generators])
+                fleet.ready()
                 name = self.config.policy.name
                 yield fleet, {"name": name, "sha256": model_digest(model)} if model else {
                     "name": name, "url": self.remote.url}
@@ -146,7 +148,7 @@ class Evaluation:
 
 
 def start_generators(config: Config, model: Path) -> list[Any]:
-    """The generators alone, each on devices of its own. Blocks until they are ready."""
+    """The generators alone, each on devices of its own. Their engines begin to start; `ready` waits for one."""
     on_gpus = ray.cluster_resources().get("GPU", 0) > 0
     if on_gpus and config.generator.tensor_parallel > 1:
         raise ConfigError("generator.tensor_parallel: evaluation runs whole models on one GPU each; set it to 1, and "
@@ -154,12 +156,8 @@ def start_generators(config: Config, model: Path) -> list[Any]:
     parts = [GeneratorWorker.options(num_cpus=1, num_gpus=1 if on_gpus else 0, max_restarts=GENERATOR_LIVES).remote(
         str(model), config.generator, config.policy, config.run.seed + number, fixed=True)
         for number in range(config.generator.replicas)]
-    try:
-        ray.get([part.ready.remote() for part in parts])
-    except BaseException:
-        for part in parts:
-            ray.kill(part)
-        raise
+    for part in parts:
+        part.ready.remote()
     return parts
 
 

@@ -28,6 +28,7 @@ def agrees_after_updates(ray_session, model, architecture, request_for, **learne
     )
     group = PolicyGroup.start(config, model, total_steps=10)
     try:
+        group.ready()
         for version in range(4):
             metrics = group.update(sampled(group, request_for))
             print(f"{architecture} {learner} version {version}: mean gap {metrics['logprob_gap_mean']:.6f}, largest "

@@ -38,10 +38,11 @@ def task(name: str) -> dict:
 
 
 class Kept:
-    """A part that outlives the trainers that use it; `end` is what their stopping it does."""
+    """A part that is ready, and outlives the trainers that use it; `end` is what their stopping it does."""
 
     def __init__(self, part, end=lambda: None):
         self.part, self.stop, self.shutdown = part, end, end
+        self.ready = lambda: None
 
     def __getattr__(self, name):
         return getattr(self.part, name)
@@ -73,6 +74,7 @@ def parts(settings_for, policy_group, tiny_model_dir):
     """Trainers use these, whatever their settings."""
     config = settings_for("fleet", ["quick"])
     fleet = Fleet.start(config, RunDirectory.create(config), str(tiny_model_dir), policy_group.generators)
+    fleet.ready()
     versions = Path(config.harness.settings["versions"])
     (versions / str(policy_group.version)).touch()  # other tests may have updated it: rollouts count from here
     always = versions / "1000000"
@@ -253,7 +255,7 @@ def test_draining_finishes_what_runs_and_lets_new_requests_wait(policy_group, re
         pass
     late = generator.generate.remote(request_for(prompt, 5))
     ray.get(draining)
-    assert len(ray.get(running, timeout=10).token_ids) == 400
+    assert len(ray.get(running, timeout=60).token_ids) == 400
     assert ray.wait([late], timeout=0.3)[0] == []
     ray.get(generator.freeze.remote())
     ray.get(generator.thaw.remote())
