@@ -355,9 +355,7 @@ def main() -> None:
     options = arguments.parse_args()
     allow_descriptors()
     if options.serve or options.upstream is not None:
-        import uvloop
-
-        uvloop.run(serve(options.serve) if options.serve else serve_bare(options.upstream))
+        asyncio.run(serve(options.serve) if options.serve else serve_bare(options.upstream))
         return
     say = partial(print, flush=True)
     say(f"{os.cpu_count()} cores; {ANSWER_TOKENS} tokens an answer; {options.seconds:g} s each\n")

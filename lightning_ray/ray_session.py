@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,14 @@ second, in which a publish sends many buckets."""
 CONNECT_TIMEOUT_S = 10.0
 PLACEMENT_TIMEOUT_S = 600
 """A cluster that scales by itself needs minutes to add a node."""
+PLAIN_LOOP = {"RAY_USE_UVLOOP": "0"}
+"""In the environment of every actor: asyncio's own loop in place of uvloop, which Ray takes by default. Runners and
+proxies open and close pipes and sockets by the hundred, some of them in other threads; uvloop's libuv registers
+descriptors in batches through io_uring (UV_USE_IO_URING=0 does not change that), which is suspected of the one rollout
+that was seen to stand still for minutes. It would save a proxy about 1 % of a request's CPU. On a local cluster Ray's
+processes inherit this from ours: a runtime environment costs each actor a process of its own, seconds of every start
+on a laptop."""
+QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 CONNECT_REMEDY = "Start a cluster with `ray up cluster.yaml`, or leave ray.address out to run on this machine"
 
 
@@ -54,6 +63,13 @@ class Loose:
         return cloudpickle.loads, (self._pickled,)
 
 
+def start_local(cpus: int, object_store_bytes: int, resources: Mapping[str, float] | None = None) -> None:
+    """A cluster of this process alone."""
+    os.environ.update(PLAIN_LOOP)
+    ray.init(num_cpus=cpus, include_dashboard=False, resources=dict(resources or {}),
+             object_store_memory=object_store_bytes, _system_config=FREE_SOON, **QUIET)
+
+
 @dataclass(frozen=True, slots=True)
 class RaySession:
     ours: bool
@@ -74,19 +90,17 @@ class RaySession:
     @classmethod
     def _start(cls, config: Config) -> "RaySession":
         address = _named(config)
-        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         if address:
             try:
-                ray.init(address=address, **quiet)
+                ray.init(address=address, runtime_env={"env_vars": PLAIN_LOOP}, **QUIET)
             except (ConnectionError, ValueError) as error:
                 raise ConfigError(f"ray.address: {address!r} cannot be reached ({error}). {CONNECT_REMEDY}") from None
             return cls(ours=True)
         runners = config.runners
         slots = (config.learner.ranks + config.generator.replicas * config.generator.tensor_parallel
                  + math.ceil(runners.count * runners.cpus))
-        ray.init(num_cpus=max(os.cpu_count() or 1, slots), include_dashboard=False,
-                 resources={name: amount * runners.count for name, amount in runners.resources.items()},
-                 object_store_memory=int(config.ray.object_store_gib * 2**30), _system_config=FREE_SOON, **quiet)
+        start_local(max(os.cpu_count() or 1, slots), int(config.ray.object_store_gib * 2**30),
+                    {name: amount * runners.count for name, amount in runners.resources.items()})
         return cls(ours=True)
 
     def stop(self) -> None:

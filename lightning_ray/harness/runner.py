@@ -51,12 +51,7 @@ class ProxyActor:
         return await self._handle.status.remote(rollout_id)
 
 
-PLAIN_LOOP = {"env_vars": {"RAY_USE_UVLOOP": "0"}}
-"""A runner opens and closes pipes by the hundred. uvloop's libuv has io_uring register them in batches, which is known
-to race with descriptors that are closed and used again; with it, a rollout was seen to stand still."""
-
-
-@ray.remote(max_concurrency=MAX_CONCURRENCY, runtime_env=PLAIN_LOOP)
+@ray.remote(max_concurrency=MAX_CONCURRENCY)
 class Runner:
     """One or a few per CPU node, each with a proxy on the same node."""
 

@@ -8,10 +8,12 @@ Tests share these: they leave the generator thawed, and take its policy version 
 """
 
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 
-from lightning_ray.ray_session import FREE_SOON
+from lightning_ray.ray_session import start_local
 from tests.tiny_models import tiny_model
 
 TEMPERATURE = 0.8
@@ -28,8 +30,7 @@ def ray_session():
 
     own = not ray.is_initialized()
     if own:
-        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False,
-                 logging_level="ERROR", _system_config=FREE_SOON)
+        start_local(8, 200 << 20)
     yield
     if own:
         ray.shutdown()
@@ -52,8 +53,11 @@ def policy_group(ray_session, policy_config, tiny_model_dir):
     from lightning_ray.policy_group import PolicyGroup
 
     group = PolicyGroup.start(policy_config, tiny_model_dir, total_steps=100)
-    yield group
-    group.shutdown()
+    try:
+        group.ready()
+        yield group
+    finally:
+        group.shutdown()
 
 
 @pytest.fixture
@@ -68,6 +72,24 @@ def by_turns(policy_group):
 @pytest.fixture(scope="session")
 def generator(policy_group):
     return policy_group.generators[0]
+
+
+@pytest.fixture
+def rings_of():
+    """Counts the io_uring instances in an actor's process: each event loop of uvloop's has one."""
+    import ray
+    import uvloop
+
+    def count(pid) -> int:
+        links = Path(f"/proc/{pid}/fd").iterdir()
+        return sum("io_uring" in os.readlink(link) for link in links if os.path.lexists(link))
+
+    loop = uvloop.new_event_loop()
+    found = count(os.getpid())
+    loop.close()
+    if not found:
+        pytest.skip("this kernel gives uvloop no io_uring")
+    return lambda actor: count(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())))
 
 
 @pytest.fixture(scope="session")

@@ -58,22 +58,12 @@ def model(tmp_path_factory):
     return model_dir("hermes", tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    own = not ray.is_initialized()
-    if own:
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
-    yield
-    if own:
-        ray.shutdown()
-
-
 def opened(name: str) -> OpenRollout:
     return OpenRollout(name, mode="train", sampling=SamplingConfig(), seed=1, max_calls=10)
 
 
 @pytest.fixture(scope="module")
-def generator(cluster, tmp_path_factory):
+def generator(ray_session, tmp_path_factory):
     actor = Scripted.remote("The same words.", str(tmp_path_factory.mktemp("marker") / "died"))
     yield actor
     ray.kill(actor)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.integration.scripted_proxy import Answer, ScriptedProxy
 from tests.integration.test_runner import AGENT, FIX, spec
 from tests.kubernetes_api import Cluster
 
+pytestmark = pytest.mark.usefixtures("ray_session")
 CONFIG = Config(harness={"entry": "tests.integration.harnesses:run", "workers": 1,
                          "settings": {"steps": ["model", FIX, "model"]}})
 
@@ -30,20 +32,9 @@ class ProxyActor(ScriptedProxy):
         return len(self.rollouts)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    started = not ray.is_initialized()
-    if started:
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
-    yield
-    if started:
-        ray.shutdown()
-
-
 def runner_processes() -> set[int]:
-    """Process ids of runner actors on this node."""
-    return {int(path.name) for path in Path("/proc").iterdir()
-            if path.name.isdigit() and command_line(path).startswith("ray::Runner")}
+    """Process ids of runner actors on this process's cluster. Other runs on the machine have their own."""
+    return {pid for pid in descendants(os.getpid()) if command_line(Path(f"/proc/{pid}")).startswith("ray::Runner")}
 
 
 def command_line(path: Path) -> str:
@@ -56,8 +47,9 @@ def command_line(path: Path) -> str:
 def descendants(pid: int) -> set[int]:
     found: set[int] = set()
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in thread.read_text().split():
-            found |= {int(child)} | descendants(int(child))
+        with suppress(OSError):  # a thread that has ended meanwhile
+            for child in thread.read_text().split():
+                found |= {int(child)} | descendants(int(child))
     return found
 
 

@@ -44,17 +44,14 @@ class Scripted:
 
 
 @pytest.fixture(scope="module")
-def fleet_and_policy(tmp_path_factory):
-    own = not ray.is_initialized()
-    if own:
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
+def fleet_and_policy(ray_session, tmp_path_factory):
     model = model_dir("hermes", tmp_path_factory.mktemp("models"))
     policy = PolicyConfig(path=model, max_context=8192)
     config = Config(policy=policy, harness=HarnessConfig(kind="command", command=["true"]),
                     run=RunConfig(dir=tmp_path_factory.mktemp("runs")))
-    yield Fleet.start(config, RunDirectory.create(config), str(model), [Scripted.remote()]), policy
-    if own:
-        ray.shutdown()
+    fleet = Fleet.start(config, RunDirectory.create(config), str(model), [Scripted.remote()])
+    fleet.ready()
+    return fleet, policy
 
 
 @pytest.fixture
@@ -70,6 +67,11 @@ def run(proxy, policy: PolicyConfig, harness: HarnessConfig, **sandbox):
     ray.get(runner.stop.remote())
     ray.kill(runner)
     return record
+
+
+def test_runners_and_proxies_run_on_asyncios_own_loop(fleet_and_policy, rings_of):
+    fleet, _ = fleet_and_policy
+    assert [rings_of(part) for part in (*fleet.runners, *fleet.proxies)] == [0, 0]
 
 
 def test_law2_both_ways_of_running_it_make_the_same_calls_token_for_token(proxy_and_model):
