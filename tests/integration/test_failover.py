@@ -63,9 +63,10 @@ async def two_requests(client) -> list[int]:
 
 
 async def in_the_middle(generator) -> None:
-    while (await generator.handle.health.remote())["in_flight"] < 2:
-        await asyncio.sleep(0.05)
-    await asyncio.sleep(0.3)
+    """Both of `two_requests` have tokens, and not all of them yet."""
+    health = {"in_flight": 0}
+    while health["in_flight"] < 2 or health["waiting"]:
+        health = await generator.handle.health.remote()
 
 
 async def looked_after(group, requests: asyncio.Task) -> list[int]:
@@ -153,9 +154,10 @@ async def test_law8_the_engine_dies_and_generations_go_on_from_their_tokens_over
 async def test_law8_the_actor_is_killed_and_generations_are_done_again_with_the_current_weights(
         policy_group, request_for, watched):
     generator, client, finish = watched
+    samples = await asyncio.to_thread(sampled, policy_group, request_for)
+    await asyncio.to_thread(policy_group.update, samples)  # else the weights that the actor was started with would do
     pid, version = await pid_of(generator), policy_group.version
     children = psutil.Process(pid).children(recursive=True)
-    assert version > 0, "the weights that the actor was started with would do"
     requests = asyncio.ensure_future(two_requests(client))
     await in_the_middle(generator)
     os.kill(pid, signal.SIGKILL)

@@ -17,6 +17,7 @@ from lightning_ray.learner.buckets import plan
 from lightning_ray.policy_group import PolicyGroup
 from lightning_ray.trajectory.samples import Sample
 from tests.integration.conftest import TEMPERATURE
+from tests.integration.test_generator import sampling
 
 pytestmark = pytest.mark.timeout(300)
 PROMPT = list(range(30, 70))
@@ -69,7 +70,8 @@ def test_an_update_is_learned_published_and_verified(group, request_for):
 def test_law_4_a_generation_runs_through_an_update(group, request_for):
     samples = sampled(group, request_for)
     running = [group.generators[0].generate.remote(request_for(PROMPT, 600)) for _ in range(4)]
-    time.sleep(0.4)
+    while sampling(group.generators[0]) < 4:
+        time.sleep(0.02)
     old = group.version
     group.update(samples)
     for answer in ray.get(running):
@@ -84,6 +86,7 @@ def test_learner_and_generator_on_one_gpu(ray_session, policy_config, tiny_model
     settings["generator"] |= {"transport": transport, "in_flight": "resend", "gpu_memory_utilization": 0.4}
     group = PolicyGroup.start(Config.build(settings), tiny_model_dir, total_steps=10)
     try:
+        group.ready()
         running = group.generators[0].generate.remote(request_for(PROMPT, 600))
         for _ in range(2):
             metrics = group.update(sampled(group, request_for))
