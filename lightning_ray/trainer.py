@@ -16,7 +16,6 @@ starts; a run that cannot go on raises `RunFailed`. In a notebook a run is taken
 import atexit
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -350,9 +349,15 @@ class Trainer:
             self.progress.phase("stopping")
         for name in ("fleet", "policy", "ray", "memory", "records"):
             part = self.__dict__.pop(name, None)
-            if part is not None:
-                with suppress(KeyboardInterrupt):
-                    part.stop() if hasattr(part, "stop") else part.shutdown()
+            if part is None:
+                continue
+            try:
+                part.stop() if hasattr(part, "stop") else part.shutdown()
+            except KeyboardInterrupt:
+                pass
+            except Exception as error:  # its actors may have been told to stop, too; the others end all the same
+                self.progress.note(f"{name} did not end as it should: {type(error).__name__}: "
+                                   f"{str(error).partition(chr(10))[0]}")
         if self.run is not None and self._resume is None:
             self.run.remove_if_empty()
         self.progress.close()
