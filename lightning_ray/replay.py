@@ -50,11 +50,12 @@ class Replay:
         config = self.config.model_copy(update={
             "run": self.config.run.model_copy(update={"name": f"{self.config.run.name}-replay"})})
         self.run = RunDirectory.create(config)
-        self.progress.phase("warming up the policy")
-        model_dir = policy_directory(config.policy, config, self.progress)
-        self.progress.phase("starting the learner")
-        session, learners = RaySession.start(config), []
+        session, learners = None, []
         try:
+            self.progress.phase("warming up the policy")
+            model_dir = policy_directory(config.policy, config, self.progress)
+            self.progress.phase("starting the learner")
+            session = RaySession.start(config)
             learners = start_learners(config, model_dir)
             yield from self._replay(learners)
             ray.get([part.export.remote(str(self.run.root / "policy")) for part in learners])
@@ -63,7 +64,9 @@ class Replay:
             self.progress.phase("stopping")
             for part in learners:
                 ray.kill(part)
-            session.stop()
+            if session is not None:
+                session.stop()
+            self.run.remove_if_empty()
             self.progress.close()
 
     def _replay(self, learners: list[ray.actor.ActorHandle]) -> Iterator[dict[str, Any]]:

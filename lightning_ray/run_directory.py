@@ -131,7 +131,8 @@ class RunDirectory:
     def remove_if_empty(self) -> None:
         """Of a run that ended before anything was recorded nothing stays, not even its name."""
         with suppress(OSError):  # else it was removed already, or stays
-            if not any(self.rollouts.iterdir()) and not any(self.checkpoints.iterdir()):
+            files = {path.relative_to(self.root).parts[0] for path in self.root.rglob("*") if not path.is_dir()}
+            if files <= {"config.yaml", "journal", "tensorboard"}:
                 shutil.rmtree(self.root)
 
 

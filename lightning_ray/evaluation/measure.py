@@ -74,6 +74,14 @@ class Evaluation:
     def served(self) -> Iterator[tuple[Fleet, dict[str, Any]]]:
         """A new run directory, the model behind runners, and what the record says of it."""
         self.run = RunDirectory.create(self.config)
+        try:
+            with self._parts() as parts:
+                yield parts
+        finally:
+            self.run.remove_if_empty()
+
+    @contextmanager
+    def _parts(self) -> Iterator[tuple[Fleet, dict[str, Any]]]:
         model = None
         if self.remote is None:
             self.progress.phase("preparing the policy")

@@ -119,10 +119,14 @@ def test_a_state_that_cannot_be_read_is_named_with_the_way_out(run):
 
 def test_of_a_run_that_recorded_nothing_nothing_stays(run, tmp_path):
     other = RunDirectory.create(Config(run=RunConfig(dir=tmp_path, name="b")))
+    evaluation = RunDirectory.create(Config(run=RunConfig(dir=tmp_path, name="c")))
     (other.rollouts / "heldout_000000.parquet").write_text("x")
-    for each in (run, other):
+    (evaluation.root / "results.json").write_text("{}")
+    run.tensorboard.mkdir()
+    (run.tensorboard / "events").write_text("x")
+    for each in (run, other, evaluation):
         each.remove_if_empty()
-    assert other.root.is_dir() and not run.root.exists()
+    assert other.root.is_dir() and evaluation.root.is_dir() and not run.root.exists()
 
 
 def test_metrics_are_on_disk_at_once(run):
