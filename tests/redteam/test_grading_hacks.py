@@ -208,9 +208,11 @@ async def test_law7_patching_what_runs_beside_it_does_not_help(tmp_path, code):
 
 
 async def test_law7_answering_for_a_forked_twin_fails(tmp_path):
-    code = "import os\ndef total(a, b):\n    return a + b if os.fork() else a - b\n"
+    """The twin speaks first, and surely: what it says after the other one has ended is heard by nobody."""
+    code = ("import os\ndef total(a, b):\n    twin = os.fork()\n    if twin:\n        os.waitpid(twin, 0)\n"
+            "    return a + b if twin else a - b\n")
     grade = await graded_files({"shop.py": code}, tmp_path)
-    assert not grade.passed
+    assert not grade.passed and "answered_twice" in grade.report["tests"].values()
 
 
 SHADOWS = {
