@@ -23,8 +23,8 @@ from lightning_ray.trainer import Trainer
 from lightning_ray.trajectory.archive import group_trajectories, read_rollouts
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = {"engine": ("VLLM::", "ray::GeneratorW"), "learner": ("ray::LearnerWor",)}
-"""How the names of processes begin."""
+PARTS = {"engine": "ray::GeneratorWorker", "learner": "ray::LearnerWorker"}
+"""How the titles of their actors begin; what an actor started belongs to it."""
 WARM_UP_TASKS = 24
 """Held-out tasks before the first step: an engine is slow on its first requests."""
 
@@ -60,13 +60,15 @@ def config_of(schedule: str, scale: Scale, model: Path, root: Path) -> Config:
                      "on_update": "drain" if schedule == "drain" else "continue"}})
 
 
-def cpu_seconds() -> dict[str, float]:
-    """Used so far by the processes of the run: by engine, learner, and all others, sandboxes included."""
-    seconds = {"engine": 0.0, "learner": 0.0, "rollouts": 0.0}
-    for process in psutil.Process().children(recursive=True):
+def cpu_seconds(driver: int | None = None) -> dict[str, float]:
+    """Used so far by what the driver (null: this process) has started: engine, learner, all others with sandboxes."""
+    seconds, part_of = dict.fromkeys(("rollouts", *PARTS), 0.0), {}
+    for process in psutil.Process(driver).children(recursive=True):  # parents first
         with suppress(psutil.NoSuchProcess):
-            name = process.name()
-            part = next((part for part, names in PARTS.items() if name.startswith(names)), "rollouts")
+            title = " ".join(process.cmdline()[:1])
+            part = next((name for name, start in PARTS.items() if title.startswith(start)),
+                        part_of.get(process.ppid(), "rollouts"))
+            part_of[process.pid] = part
             seconds[part] += sum(process.cpu_times()[:4])
     return seconds
 
@@ -74,7 +76,8 @@ def cpu_seconds() -> dict[str, float]:
 class Watch(Progress):
     """When what happened. Times are `time.monotonic`, which all processes of a machine share."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
         self.began: float | None = None
         self.cpu: list[dict[str, float]] = []
         self.learning: list[float] = []
@@ -93,7 +96,8 @@ class Watch(Progress):
 
     def step(self, metrics: dict) -> None:
         self.ended.append(time.monotonic())
-        self.cpu.append(cpu_seconds())
+        if metrics["step"] == self.steps:
+            self.cpu.append(cpu_seconds())
         self.metrics.append(metrics)
 
     def note(self, text: str) -> None:
@@ -124,7 +128,7 @@ class Watched(Trainer):
 def run(schedule: str, scale: Scale, model: Path, root: Path) -> dict:
     """One schedule. Returns all that was seen of it, as plain data: `calibration.py` reads it."""
     os.environ["PYTHONPATH"] = str(ROOT)  # harness processes import the benchmark's harness
-    watch = Watch()
+    watch = Watch(scale.steps)
     trainer = Watched(config_of(schedule, scale, model, root), watch)
     ages, version, tokens = [], 0, 0
     for step in trainer.steps():
@@ -146,6 +150,6 @@ def run(schedule: str, scale: Scale, model: Path, root: Path) -> dict:
                     for start, metrics in zip(watch.learning, watch.metrics, strict=True)],
         "submitted": {name: at - began for name, at in trainer.submitted.items() if not name.startswith("heldout")},
         "returned": {name: at - began for name, at in trainer.returned.items() if at < end},
-        "cores": os.cpu_count(), "cpu": {part: watch.cpu[-1][part] - used for part, used in watch.cpu[0].items()},
+        "cores": os.cpu_count(), "cpu": {part: watch.cpu[1][part] - used for part, used in watch.cpu[0].items()},
         "calls": {each.rollout_id: len(each.calls) for each in recorded}, "age": statistics.fmean(ages),
         "timings": {each.rollout_id: each.timings for each in recorded}, "heldout": trainer.summary["heldout_after"]}

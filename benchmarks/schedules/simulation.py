@@ -8,7 +8,7 @@ schedules: rollout n of task m makes the same calls with the same lengths and to
 import heapq
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,6 +154,7 @@ class Simulation:
         self.learning_s = 0.0
         self.trained_tokens, self.ages = 0, []
         self.tokens: dict[str, int] = {}
+        self.left: Counter[str] = Counter()
         self._count = 0
 
     def run(self) -> dict[str, float]:
@@ -176,6 +177,7 @@ class Simulation:
             task, group_id = self.stream.next(), f"g{self.groups}"
             self.groups += 1
             members = [rollout(task.instance_id, group_id, member, self.work) for member in range(GROUP_SIZE)]
+            self.left[group_id] = GROUP_SIZE
             self.buffer.start(group_id, task.instance_id, [one.rollout_id for one in members])
             for one in members:
                 self.tokens[one.rollout_id] = one.tokens
@@ -229,7 +231,9 @@ class Simulation:
         versions = np.array([one.oldest], np.int32)
         call = Call(0, EMPTY, versions, versions.astype(np.float32), versions, "stop")
         self.buffer.finish(Trajectory(one.rollout_id, one.group_id, one.task_id, [call], "graded"))
-        self.decide()
+        self.left[one.group_id] -= 1
+        if not self.left[one.group_id]:
+            self.decide()
 
     def decide(self) -> None:
         """What the trainer does when a rollout ended and no update is under way."""
