@@ -9,9 +9,9 @@ resend`), generators give theirs up while the learner works, and the learner's s
 sample.
 
 Weights are published bucket by bucket: gathered once, returned by rank 0 into Ray's object store (owned here, so that
-they outlive the learner's process), pulled from there by every generator, and freed before the next; with
-`generator.transport: ipc` only addresses of GPU memory travel so. Between freeze and thaw requests wait inside the
-generators: no caller sees an error.
+they outlive the learner's process), pulled from there by every generator, and freed; the next one is gathered
+meanwhile, where both have room. With `generator.transport: ipc` only addresses of GPU memory travel so, one after the
+other. Between freeze and thaw requests wait inside the generators: no caller sees an error.
 
 A generator that died is started again by Ray; `check` publishes the weights to it once its engine is up, and an update
 meanwhile goes on without it. A learner rank that died, or a generator that cannot be brought back, raises `PartDied`
@@ -58,7 +58,7 @@ class PolicyGroup:
         self._pool = GeneratorPool(generators)
         self._placement = placement
         self._turns = turns
-        self._buckets: list[list[str]] = []
+        self._loads: list[buckets.Load] = []
         self._starting: dict[str, ray.ObjectRef] = {}
         self._phases = Phases()
 
@@ -94,7 +94,7 @@ class PolicyGroup:
         self.facts = {"learner": learner, "generator": generator}
         width = BYTES[self._config.generator.dtype]
         sizes = [(name, count * width) for name, count in self._learners_do("parameters")[0]]
-        self._buckets = buckets.plan(sizes, self._config.generator.bucket_mb * 2**20)
+        self._loads = buckets.plan(sizes, self._config.generator.bucket_mb * 2**20)
 
     def _generators_start(self) -> dict[str, ray.ObjectRef]:
         return {f"generator {number}": part.ready.remote() for number, part in enumerate(self.generators)}
@@ -130,10 +130,11 @@ class PolicyGroup:
         Returns of what `update` does `freeze_s`, `publish_s`, `pause_s` and the rest about weights.
         """
         clock = _Clock()
+        asked = [] if self._turns else self._ask(0)  # where the learner has its memory it begins at once
         with clock.measure("freeze_s"):
             self._freeze()
         with clock.measure("publish_s"):
-            reports = self._publish(version)
+            reports = self._publish(version, asked)
         self._thaw()
         return _published(reports, clock)
 
@@ -182,32 +183,43 @@ class PolicyGroup:
             if self._turns:
                 self._learners_do("reload")
 
-    def _publish(self, version: int) -> list[dict[str, Any]]:
-        """Sends the weights, bucket by bucket, to all generators that are up, and checks that each has them."""
+    def _publish(self, version: int, asked: list[ray.ObjectRef] | None = None) -> list[dict[str, Any]]:
+        """Sends the weights, bucket by bucket, to all generators that are up, and checks that each has them. `asked`:
+        the calls that gather the first bucket, where they are under way; emptied here."""
         with self._phases.step("publish", version):
             self._pool.welcome()
             try:
-                self._pool.each("start_publish", version)
-                for names in self._buckets:
-                    self._send(names)
-                reports = self._pool.each("finish_publish")
+                reports = self._send(version, asked or self._ask(0))
                 if self._config.generator.transport == "ipc":
                     self._learners_do("unshare")
             except PublishFailed:
                 self._learners_do("address")  # raises PartDied where there were no weights to pull any more
                 raise
         with self._phases.step("verify"):
-            held = [health["version"] for health in self._pool.each("health")]
+            held = [report["version"] for report in reports]
             if held != [version] * len(held):
                 raise RuntimeError(f"policy version {version} was published, but the generators hold {held}")
         return reports
 
-    def _send(self, names: list[str]) -> None:
-        """One bucket. Its object is freed when the last reference is, which is here."""
-        method = "share" if self._config.generator.transport == "ipc" else "weights"
-        ranks = [getattr(part, method).remote(self._config.generator.dtype, names) for part in self._learners]
-        gather({f"learner rank {rank}": ref for rank, ref in enumerate(ranks) if rank})
-        self._pool.each("load_bucket", [ranks[0]])
+    def _send(self, version: int, asked: list[ray.ObjectRef]) -> list[dict[str, Any]]:
+        """All buckets; what the generators say of the last one. A bucket is freed when its last reference is, which is
+        here."""
+        share = self._config.generator.transport == "ipc"  # a rank keeps one bucket, until it is asked for the next
+        reports: list[dict[str, Any]] = []
+        for number, load in enumerate(self._loads):
+            asked = asked or self._ask(number)
+            ref = asked.pop(0)
+            gather({f"learner rank {rank}": other for rank, other in enumerate(asked, 1)})
+            asked = self._ask(number + 1) if load.ahead and not share else []
+            reports = self._pool.each("load_bucket", version, [ref], number == 0, number + 1 == len(self._loads))
+            del ref
+        return reports
+
+    def _ask(self, number: int) -> list[ray.ObjectRef]:
+        """The calls, one for each rank, that gather a bucket; the first holds it."""
+        method = "share" if self._config.generator.transport == "ipc" else "bucket"
+        return [getattr(part, method).remote(self._config.generator.dtype, self._loads[number].names)
+                for part in self._learners]
 
     def _thaw(self) -> None:
         with self._phases.step("thaw"):

@@ -86,8 +86,9 @@ class GeneratorConfig(Part):
     """How weights get from the learner to the generators. `object_store`: through Ray's shared memory on the host, or
     over the network. `ipc`: within the memory of each GPU, from the learner rank to the generator that share it."""
     bucket_mb: int = Field(default=512, ge=1)
-    """Weights are published in buckets of so many MB at most, one after the other: the memory that a publish needs. A
-    layer is never split; one that is larger is a bucket of its own."""
+    """The memory that a publish needs: weights travel in buckets of half as many MB at most, of which one is gathered
+    while another is loaded. A layer is never split; one that is larger is a bucket of its own, and travels alone where
+    two have no room."""
     enforce_eager: bool = True
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine."""

@@ -1,9 +1,10 @@
 """Which weights one engine holds, and the publish under way. Owned by `GeneratorWorker`, on the loop of its engine.
 
-A publish is `start`, `load` for each bucket, `finish`. Each raises `PublishFailed` where the engine does not hold what
-was sent. From `start` on `whole` is False until a publish succeeds.
+A publish is `load` for each bucket, in order: the first begins it, the last ends it. Each raises `PublishFailed` where
+the engine does not hold what was sent. From the first on `whole` is False until a publish succeeds.
 """
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,39 +26,33 @@ class Publishing:
         """Publishes that succeeded."""
         self.parcel: list[ray.ObjectRef] = []
         """The reference of the bucket under way: vLLM's workers ask for it."""
-        self._next = version
         self._began = 0.0
 
-    async def start(self, engine: Any, version: int) -> None:
-        self._next, self.whole, self._began = version, False, time.monotonic()
-        with self._errors():
-            await engine.start_weight_update()
-
-    async def load(self, engine: Any, ref_box: list[ray.ObjectRef]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
+    async def load(self, engine: Any, version: int, ref_box: list[ray.ObjectRef], *, first: bool,
+                   last: bool) -> dict[str, Any]:
+        """After the `last`: of `weights.Report` all but `wrong`, and `version` and `seconds`. Else {}."""
+        if first:
+            self.whole, self._began = False, time.monotonic()
         self.parcel = ref_box
         try:
-            with self._errors():
-                await engine.update_weights(WeightTransferUpdateRequest(update_info={}))
+            with self._errors(version):
+                calls = [engine.collective_rpc("take_bucket", args=(first, last))]
+                if last:  # in the same trip; where it fails nothing is sampled until a later publish stamps its own
+                    calls.append(engine.update_weight_version(str(version)))
+                reports, *_ = await asyncio.gather(*calls)
         finally:
             self.parcel = []
-
-    async def finish(self, engine: Any) -> dict[str, Any]:
-        """Of `weights.Report` all but `wrong`, and `version` and `seconds`."""
-        with self._errors():
-            await engine.finish_weight_update()
-            reports = await engine.collective_rpc("publish_report")
+        if not last:
+            return {}
         for report in reports:
             if wrong := report.pop("wrong"):
-                raise PublishFailed(f"publishing policy version {self._next}: {wrong}")
-        await engine.update_weight_version(str(self._next))
-        self.version, self.whole = self._next, True
+                raise PublishFailed(f"publishing policy version {version}: {wrong}")
+        self.version, self.whole = version, True
         self.count += 1
         return {**reports[0], "version": self.version, "seconds": time.monotonic() - self._began}
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _errors(self, version: int) -> Iterator[None]:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -65,4 +60,4 @@ class Publishing:
         except EngineDeadError:
             raise
         except Exception as error:  # vLLM's worker names it in the text of a bare Exception
-            raise PublishFailed(f"publishing policy version {self._next}: {error}") from error
+            raise PublishFailed(f"publishing policy version {version}: {error}") from error

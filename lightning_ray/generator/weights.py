@@ -1,10 +1,10 @@
 """Weights travel to vLLM's workers through Ray's object store: a transfer engine of vLLM's own kind.
 
-A publish is a sequence of buckets, each an object that holds `{name: (bytes as a uint8 array, dtype name, shape)}` in
-checkpoint names, without a tied `lm_head.weight`. For each the worker process (a child of the generator's actor, or on
-several GPUs a process of its own), which has joined Ray, asks the actor for the reference and loads straight from
-shared memory (`ray.get` is zero-copy on the node). Layers are whole in a bucket, so that nothing of it is held on to
-afterwards but a layer that the engine pads (a vocabulary that is no multiple of 64), until the publish ends. With
+A publish is a sequence of buckets (`learner/buckets.py`) in checkpoint names, without a tied `lm_head.weight`, and
+each is one call to the engine (`take_bucket`). The worker process (a child of the generator's actor, or on several GPUs
+a process of its own), which has joined Ray, asks the actor for the reference and loads straight from shared memory
+(`ray.get` is zero-copy on the node). Layers are whole in a bucket, so that nothing of it is held on to afterwards but
+a layer that the engine pads (a vocabulary that is no multiple of 64), until the publish ends. With
 `generator.transport: ipc` the object is only the address of a bucket in GPU memory (`sharing.py`).
 
 References are handed out by an actor call, never pickled into vLLM's own messages: Ray pins an object for ever when
@@ -12,7 +12,8 @@ its reference is pickled outside of Ray.
 
 What is verified after each publish (`Report`): every parameter of the engine was given (quantised engines excepted,
 whose parameters have other names); and, where the layout can be read back (unquantised, one tensor-parallel rank),
-that the engine computes with exactly the values sent (`checksum.py`), else `unverified` says why. The layer-by-layer
+that the engine computes with exactly the values that the learner counted when it gathered them (`tally.py`,
+`checksum.py`), else `unverified` says why. The layer-by-layer
 reload must frame the update: the CPU worker repacks weights after loading, and captured graphs keep their addresses.
 """
 
@@ -23,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -33,12 +33,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from lightning_ray.generator import checksum
+from lightning_ray.learner import tally
+from lightning_ray.learner.buckets import Bucket
 from lightning_ray.learner.sharing import SharedBucket
 
 BACKEND = "ray_object_store"
-WORKER_EXTENSION = "lightning_ray.generator.weights.WeightReports"
-
-Bucket = dict[str, tuple[np.ndarray, str, tuple[int, ...]]]
+WORKER_EXTENSION = "lightning_ray.generator.weights.TakesBuckets"
 
 
 @dataclass
@@ -73,14 +73,6 @@ class Report:
     """What the engine holds instead."""
 
 
-def tensors_of(bucket: Bucket | SharedBucket, device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, on `device`; on the CPU they are views of Ray's shared memory."""
-    if isinstance(bucket, SharedBucket):
-        return bucket.open(device)
-    return {name: torch.from_numpy(raw).view(getattr(torch, dtype)).view(shape).to(device)
-            for name, (raw, dtype, shape) in bucket.items()}
-
-
 class ObjectStoreEngine(WeightTransferEngine):
     """Runs in vLLM's worker."""
 
@@ -90,6 +82,7 @@ class ObjectStoreEngine(WeightTransferEngine):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._parameters = {name for name, _ in self.model.named_parameters()}  # a tied weight once
+        self._packing = checksum.Packing(self.model)
         self._publishes = 0
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -106,9 +99,10 @@ class ObjectStoreEngine(WeightTransferEngine):
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self._sent: checksum.Tally = {}
+        self._sent: tally.Tally = {}
+        self._dtypes: set[torch.dtype] = set()
         self._publishes += 1
-        self._turn = self._publishes if self.device.type == "cpu" else None
+        self._packing.begin(self._publishes)
         self.report = Report(tensors=0, bytes=0)
         self._missing = set(self._parameters)
         initialize_layerwise_reload(self.model)
@@ -123,8 +117,8 @@ class ObjectStoreEngine(WeightTransferEngine):
         import ray
 
         with self._timed("pull_s"):
-            tensors = tensors_of(ray.get(ray.get(self._source.parcel.remote())[0]), self.device)
-        sent = sum(tensor.nbytes for tensor in tensors.values())
+            bucket: Bucket | SharedBucket = ray.get(ray.get(self._source.parcel.remote())[0])
+            tensors = bucket.open(self.device)
         try:
             with self._timed("load_s"):
                 loaded = self.model.load_weights(tensors.items())
@@ -132,16 +126,17 @@ class ObjectStoreEngine(WeightTransferEngine):
             self._end_reload()  # or the next publish would find layers that were given some of their parts
             raise
         self._missing -= set(loaded or ())
-        with self._timed("verify_s"):
-            for name, tensor in tensors.items():
-                checksum.add(self._sent, name, tensor.to(self.model_config.dtype), self._turn)
+        tally.merge(self._sent, bucket.tally)
+        self._dtypes |= {tensor.dtype for tensor in tensors.values()}
         self.report.tensors += len(tensors)
-        self.report.bytes += sent
+        self.report.bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def finish_weight_update(self) -> None:
         with self._timed("load_s"):
             self._end_reload()
             self._repack_tied_head()
+        self.report.load_s -= self._packing.seconds  # matrices are looked at while they are loaded
+        self.report.verify_s += self._packing.seconds
         with self._timed("verify_s"):
             self._verify()
 
@@ -162,9 +157,11 @@ class ObjectStoreEngine(WeightTransferEngine):
             report.wrong = f"the learner sent nothing for {', '.join(sorted(self._missing)[:5])}"
         elif parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
             report.unverified = "the weights are spread over several ranks"
+        elif self._dtypes != {self.model_config.dtype}:
+            report.unverified = f"the engine computes in {self.model_config.dtype}, not in what was sent"
         else:
             try:
-                report.wrong = checksum.difference(self._sent, checksum.tally_held(self.model, self._turn))
+                report.wrong = tally.difference(self._sent, checksum.tally_held(self.model, self._packing))
             except checksum.Unreadable as reason:
                 report.unverified = str(reason)
             except checksum.Damaged as damage:
@@ -176,17 +173,24 @@ class ObjectStoreEngine(WeightTransferEngine):
         """On the CPU a head that shares the embedding's weight computes with a packed copy of it, which the reload
         does not renew (vLLM 0.32): it loads nothing into the head itself."""
         for module in self.model.modules():
-            if hasattr(module, "cpu_linear") and module.weight.numel():
+            if not self._packing.seen(module) and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """There is nothing to release."""
 
 
-class WeightReports:
+class TakesBuckets:
     """Mixed into vLLM's worker (`worker_extension_cls`); importing this module there registers the engine."""
 
-    def publish_report(self) -> dict[str, Any]:
+    def take_bucket(self, first: bool, last: bool) -> dict[str, Any]:
+        """Load the bucket under way. The `first` begins a publish, the `last` ends it, and what is returned then is its
+        whole `Report`."""
+        if first:
+            self.start_weight_update()
+        self.update_weights({})
+        if last:
+            self.finish_weight_update()
         return asdict(self.weight_transfer_engine.report)
 
 

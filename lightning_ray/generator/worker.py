@@ -252,7 +252,9 @@ class GeneratorWorker:
     async def _freeze(self, give_up_memory: bool) -> None:
         self._open.clear()
         if not give_up_memory:
-            await self._engine.pause_generation(mode="keep", clear_cache=False)
+            # Not `pause_generation`, which sleeps 20 ms for outputs that are under way. Taken back too early, a
+            # generation that just got its first token is only sent again with it.
+            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             await self._take_back(lambda flight: flight.waits_for_first_token)
         elif not self._asleep:
             await self._engine.pause_generation(mode="abort", clear_cache=False)
@@ -286,29 +288,21 @@ class GeneratorWorker:
         self._open.set()
 
     @ray.method(concurrency_group="control")
-    async def start_publish(self, version: int) -> None:
-        """From here on weights of policy version `version` are loaded, by `load_bucket`, until `finish_publish`.
+    async def load_bucket(self, version: int, ref_box: list[ray.ObjectRef], first: bool, last: bool) -> dict[str, Any]:
+        """Load what the one reference holds (see `weights.py`), a part of policy version `version`, not needed any more
+        afterwards. The `first` bucket begins a publish, the `last` ends it: the weights are verified, and the
+        version is stamped. Returns then `version`, `seconds`, and of `weights.Report` all but `wrong`.
 
-        The generator must be frozen. Raises `PublishFailed`, as the two others do, where the engine does not hold what
-        was sent; it then stays frozen until a publish succeeds.
+        The generator must be frozen. Raises `PublishFailed` where the engine does not hold what was sent; it then stays
+        frozen until a publish succeeds.
         """
-        await self._on_engine_loop(self._start_publish(version))
+        return await self._on_engine_loop(self._load_bucket(version, ref_box, first, last))
 
-    async def _start_publish(self, version: int) -> None:
+    async def _load_bucket(self, version: int, ref_box: list[ray.ObjectRef], first: bool, last: bool) -> dict[str, Any]:
         if self._open.is_set():
             raise RuntimeError("the generator must be frozen while weights are published")
         await self._wake("weights")
-        await self._weights.start(self._engine, version)
-
-    @ray.method(concurrency_group="control")
-    async def load_bucket(self, ref_box: list[ray.ObjectRef]) -> None:
-        """Load what the one reference holds (see `weights.py`). It is not needed any more afterwards."""
-        await self._on_engine_loop(self._weights.load(self._engine, ref_box))
-
-    @ray.method(concurrency_group="control")
-    async def finish_publish(self) -> dict[str, Any]:
-        """Verify, and stamp the version. Returns `version`, `seconds`, and of `weights.Report` all but `wrong`."""
-        return await self._on_engine_loop(self._weights.finish(self._engine))
+        return await self._weights.load(self._engine, version, ref_box, first=first, last=last)
 
     @ray.method(concurrency_group="control")
     async def parcel(self) -> list[ray.ObjectRef]:

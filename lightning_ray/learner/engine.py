@@ -28,12 +28,14 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from lightning_ray.config import AlgorithmConfig, LearnerConfig
 from lightning_ray.learner.adapter import published, switched_off
 from lightning_ray.learner.batch import MicroBatch, build, part_of, plan, read_length, split_updates, update_scale
+from lightning_ray.learner.buckets import Bucket
 from lightning_ray.learner.losses import Tokens, policy_loss
 from lightning_ray.learner.model import Scorer, dtype_of, load_scorer
 from lightning_ray.learner.offload import offload, reload
 from lightning_ray.learner.optimizer import learning_rate, make_optimizer
 from lightning_ray.learner.sequence import Team
 from lightning_ray.learner.sharing import Layout, SharedBucket, export
+from lightning_ray.learner.tally import Tally, add, tally_of
 from lightning_ray.learner.totals import Totals
 from lightning_ray.trajectory.samples import Sample
 
@@ -254,28 +256,30 @@ class Learner:
         """(name, number of values) of all that `weights` gives, in the same order, without gathering."""
         return [(weight.name, math.prod(weight.shape)) for weight in published(self.scorer.policy)]
 
-    def weights(
-        self, dtype: str = "bfloat16", names: Collection[str] | None = None, *, copy: bool = True
-    ) -> dict[str, tuple[np.ndarray, str, tuple[int, ...]]]:
-        """Hugging Face name -> (bytes as uint8 [n], dtype name, shape), on rank 0; {} on the others.
+    def bucket(self, dtype: str = "bfloat16", names: Collection[str] | None = None, *, copy: bool = True) -> Bucket:
+        """The weights under their Hugging Face names, on rank 0; nothing on the others.
 
         Parameters that are tied to another one are left out. `names`: only these. The arrays are copies; without `copy`
         they may be the weights themselves, to be read before the next step.
         """
-        return {
-            name: (tensor.to(getattr(torch, dtype)).contiguous().view(-1).view(torch.uint8).numpy(), dtype, shape)
-            for name, tensor, shape in self._gathered(names, copy=copy)
-        }
+        arrays: dict[str, tuple[np.ndarray, str, tuple[int, ...]]] = {}
+        tally: Tally = {}
+        for name, whole, shape in self._gathered(names):
+            tensor = whole.to(getattr(torch, dtype))
+            add(tally, name, tensor)
+            tensor = tensor.to("cpu", copy=tensor is whole and (copy or self.config.zero_stage == 3))
+            arrays[name] = (tensor.contiguous().view(-1).view(torch.uint8).numpy(), dtype, shape)
+        return Bucket(arrays, tally)
 
-    def _gathered(self, names: Collection[str] | None = None, *, copy: bool = True):  # type: ignore[no-untyped-def]
-        """(name, whole tensor on the CPU, shape) of each weight, adapters merged in, on rank 0."""
+    def _gathered(self, names: Collection[str] | None = None):  # type: ignore[no-untyped-def]
+        """(name, whole tensor, shape) of each weight, adapters merged in, on rank 0. Under ZeRO-3 a tensor is there
+        until the next one is asked for."""
         for weight in published(self.scorer.policy):
             if names is not None and weight.name not in names:
                 continue
-            partitioned = self.config.zero_stage == 3
-            with deepspeed.zero.GatheredParameters(list(weight.parts), enabled=partitioned):
+            with deepspeed.zero.GatheredParameters(list(weight.parts), enabled=self.config.zero_stage == 3):
                 if self.rank == 0:
-                    yield weight.name, weight.value().to("cpu", copy=copy or partitioned), weight.shape
+                    yield weight.name, weight.value(), weight.shape
 
     def share(self, dtype: str, names: Collection[str]) -> SharedBucket | None:
         """These parameters in the memory of each rank's GPU, for generators on the same GPUs, until the next `share` or
@@ -290,7 +294,7 @@ class Learner:
                 views[weight.name].copy_(weight.value())
         handles: list[Any] = [None] * self.ranks
         dist.all_gather_object(handles, export(self._shared))
-        return SharedBucket(layout, dict(handles)) if self.rank == 0 else None
+        return SharedBucket(layout, dict(handles), tally_of(views.items())) if self.rank == 0 else None
 
     def unshare(self) -> None:
         """What was shared may go. Idempotent."""
@@ -327,7 +331,7 @@ class Learner:
 
     def export(self, directory: Path) -> None:
         """A Hugging Face checkpoint in the learner's dtype: config, weights, and the tokenizer's files as they were."""
-        state = {name: tensor.to(self.dtype) for name, tensor, _ in self._gathered()}
+        state = {name: tensor.to("cpu", self.dtype, copy=True) for name, tensor, _ in self._gathered()}
         if self.rank == 0:
             directory = Path(directory)
             directory.mkdir(parents=True, exist_ok=True)

@@ -48,6 +48,8 @@ class SharedBucket:
     layout: Layout
     handles: dict[str, tuple]
     """UUID of a GPU -> torch's arguments for opening the buffer there."""
+    tally: dict[str, tuple[int, int]]
+    """What was counted of the tensors where they were gathered (`tally.py`)."""
 
     @property
     def bytes(self) -> int:

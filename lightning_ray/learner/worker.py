@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from lightning_ray.config import AlgorithmConfig, LearnerConfig
+from lightning_ray.learner.buckets import Bucket
 from lightning_ray.trajectory.samples import Sample
 
 
@@ -66,10 +66,8 @@ class LearnerWorker:
     def parameters(self) -> list[tuple[str, int]]:
         return self._learner.parameters()
 
-    def weights(
-        self, dtype: str = "bfloat16", names: Sequence[str] | None = None
-    ) -> dict[str, tuple[np.ndarray, str, tuple[int, ...]]]:
-        return self._learner.weights(dtype, None if names is None else frozenset(names), copy=False)
+    def bucket(self, dtype: str = "bfloat16", names: Sequence[str] | None = None) -> Bucket:
+        return self._learner.bucket(dtype, None if names is None else frozenset(names), copy=False)
 
     def share(self, dtype: str, names: Sequence[str]) -> Any:
         return self._learner.share(dtype, frozenset(names))

@@ -13,6 +13,8 @@ from lightning_ray.config import ConfigError, GeneratorConfig, PolicyConfig
 from lightning_ray.generator.engine import engine_arguments
 from lightning_ray.generator.publishing import PublishFailed
 from lightning_ray.generator.request import GenerateRequest
+from lightning_ray.learner.buckets import Bucket
+from lightning_ray.learner.tally import tally_of
 
 pytestmark = pytest.mark.timeout(300)
 PROMPT = list(range(20, 60))
@@ -32,6 +34,7 @@ class Weights:
         return self
 
     def sent(self) -> dict:
+        """As in a `Bucket`."""
         return {name: (parameter.detach().numpy().reshape(-1).view(np.uint8), "float32", tuple(parameter.shape))
                 for name, parameter in self.model.named_parameters() if name != "lm_head.weight"}
 
@@ -72,10 +75,18 @@ def publish(generator, weights: dict, version: int, *, buckets: int = 1) -> dict
 
 
 def send(generator, parts: list[dict], version: int) -> dict:
-    ray.get(generator.start_publish.remote(version))
-    for part in parts:
-        ray.get(generator.load_bucket.remote([ray.put(part)]))
-    return ray.get(generator.finish_publish.remote())
+    for number, part in enumerate(parts, 1):
+        report = ray.get(load(generator, ray.put(bucket(part)), version, first=number == 1, last=number == len(parts)))
+    return report
+
+
+def bucket(arrays: dict) -> Bucket:
+    tensors = Bucket(arrays, {}).open(torch.device("cpu"))
+    return Bucket(arrays, tally_of(tensors.items()))
+
+
+def load(generator, ref: ray.ObjectRef, version: int, *, first: bool = True, last: bool = True) -> ray.ObjectRef:
+    return generator.load_bucket.remote(version, [ref], first, last)
 
 
 @pytest.fixture
@@ -362,7 +373,7 @@ def test_an_incomplete_publish_is_refused_until_one_succeeds(generator, request_
 
 def test_publishing_needs_a_frozen_generator(generator):
     with pytest.raises(RuntimeError, match="must be frozen"):
-        ray.get(generator.start_publish.remote(5))
+        ray.get(load(generator, ray.put(bucket({})), 5))
 
 
 def test_a_publish_that_broke_off_can_be_repeated(generator, request_for, tiny_model_dir, versions):
@@ -378,11 +389,9 @@ def test_a_publish_that_broke_off_can_be_repeated(generator, request_for, tiny_m
 
 def test_published_weights_leave_the_object_store(generator, tiny_model_dir, versions):
     ray.get(generator.freeze.remote())
-    ref = ray.put(Weights(tiny_model_dir).sent())
+    ref = ray.put(bucket(Weights(tiny_model_dir).sent()))
     name = ref.hex().encode()
-    ray.get(generator.start_publish.remote(next(versions)))
-    ray.get(generator.load_bucket.remote([ref]))
-    ray.get(generator.finish_publish.remote())
+    ray.get(load(generator, ref, next(versions)))
     ray.get(generator.thaw.remote())
     counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts
     assert name in counts()

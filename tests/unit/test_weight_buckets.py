@@ -25,17 +25,23 @@ def model(layers: list[list[int]]) -> list[tuple[str, int]]:
 @given(LAYERS, st.integers(1, 200))
 def test_everything_travels_once_in_order_and_layers_are_whole(layers, limit):
     parameters = model(layers)
-    buckets = plan(parameters, limit)
-    assert [name for bucket in buckets for name in bucket] == [name for name, _ in parameters]
-    places = [{layer_of(name) for name in bucket} for bucket in buckets]
+    loads = plan(parameters, limit)
+    assert [name for load in loads for name in load.names] == [name for name, _ in parameters]
+    places = [{layer_of(name) for name in load.names} for load in loads]
     assert sum(map(len, places)) == len(layers), "a layer is in two buckets"
     sizes = dict(parameters)
-    for bucket, held in zip(buckets, places, strict=True):
-        assert sum(map(sizes.get, bucket)) <= limit or len(held) == 1
+    held = [sum(map(sizes.get, load.names)) for load in loads]
+    assert all(size <= limit // 2 or len(place) == 1 for size, place in zip(held, places, strict=True))
+    for size, after, load in zip(held, held[1:], loads, strict=False):
+        assert load.ahead == (size + after <= limit), "two that are in memory at once have more than the limit"
+    assert not any(load.ahead for load in loads[-1:]), "there is nothing after the last"
 
 
 def test_a_bucket_is_as_full_as_whole_layers_make_it():
     parameters = [("embed", 30), *model([[5, 5], [10], [10], [40], [1]]), ("norm", 1), ("head", 30)]
-    assert [len(bucket) for bucket in plan(parameters, 50)] == [4, 2, 3]
+    loads = plan(parameters, 100)
+    assert [len(load.names) for load in loads] == [4, 2, 3]
+    assert [load.ahead for load in loads] == [True, True, False]
+    assert [load.ahead for load in plan(parameters, 70)] == [True, True, False, False]
     assert len(plan(parameters, 1000)) == 1
     assert plan([], 10) == []

@@ -22,7 +22,7 @@ def test_what_is_laid_out_is_found_again(shapes, dtype):
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) and found[name].shape == wanted[name].shape for name in wanted)
     assert all(start % ALIGN == 0 for start, _ in layout.places.values())
-    assert SharedBucket(layout, {}).bytes == sum(tensor.nbytes for tensor in wanted.values())
+    assert SharedBucket(layout, {}, {}).bytes == sum(tensor.nbytes for tensor in wanted.values())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

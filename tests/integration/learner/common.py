@@ -92,7 +92,7 @@ class Plain:
 
 def run(learner, samples: list[Sample]) -> tuple[list[dict], dict]:
     metrics = [learner.step(samples, version) for version in range(STEPS)]
-    return metrics, learner.weights("float32")
+    return metrics, learner.bucket("float32").arrays
 
 
 def unpack(weights: dict) -> dict[str, torch.Tensor]:

@@ -29,11 +29,11 @@ def with_lora(**fields) -> LearnerConfig:
 
 
 def test_only_the_targets_change_and_by_no_more_than_the_rank(models: dict[str, Path]) -> None:
-    start = unpack(make_learner(models["llama"], settings()).weights("float32"))
+    start = unpack(make_learner(models["llama"], settings()).bucket("float32").arrays)
     learner = make_learner(models["llama"], with_lora(lora={"target_modules": ["q_proj", "down_proj"]}))
     facts = learner.facts()
     assert 0 < facts["trained_parameters"] < facts["parameters"] / 10
-    untrained = unpack(learner.weights("float32"))
+    untrained = unpack(learner.bucket("float32").arrays)
     assert untrained.keys() == start.keys()
     assert all(torch.equal(untrained[name], start[name]) for name in start)  # B starts at zero
     _, weights = run(learner, make_samples())
@@ -76,7 +76,8 @@ def test_a_loaded_learner_goes_on_as_if_uninterrupted(models: dict[str, Path], t
     resumed = make_learner(models["qwen3"], config)
     resumed.load(tmp_path)
     resumed.step(samples, 1)
-    for (name, (raw, _, _)), (other, _, _) in zip(learner.weights().items(), resumed.weights().values(), strict=True):
+    mine, theirs = learner.bucket().arrays, resumed.bucket().arrays
+    for (name, (raw, _, _)), (other, _, _) in zip(mine.items(), theirs.values(), strict=True):
         assert raw.tobytes() == other.tobytes(), name
     saved = sum(file.stat().st_size for file in tmp_path.rglob("*.pt"))
     assert saved < 4 * learner.facts()["parameters"], "the frozen weights are in the checkpoint"

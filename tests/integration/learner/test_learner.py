@@ -194,7 +194,8 @@ def test_a_loaded_learner_goes_on_as_if_uninterrupted(models: dict[str, Path], t
     resumed.load(tmp_path)
     metrics = resumed.step(samples, 1)
     assert metrics["lr"] == pytest.approx(learning_rate(1, config, 10))
-    for (name, (raw, _, _)), (other, _, _) in zip(learner.weights().items(), resumed.weights().values(), strict=True):
+    mine, theirs = learner.bucket().arrays, resumed.bucket().arrays
+    for (name, (raw, _, _)), (other, _, _) in zip(mine.items(), theirs.values(), strict=True):
         assert raw.tobytes() == other.tobytes(), name
 
 
@@ -214,15 +215,15 @@ def test_an_export_is_an_ordinary_checkpoint(models: dict[str, Path], tmp_path: 
         learner.step(make_samples(), 0)
         learner.export(tmp_path / architecture)
         read = dict(AutoModelForCausalLM.from_pretrained(tmp_path / architecture).named_parameters())
-        for name, tensor in unpack(learner.weights("float32")).items():
+        for name, tensor in unpack(learner.bucket("float32").arrays).items():
             assert torch.equal(tensor, read[name]), name
         assert AutoTokenizer.from_pretrained(tmp_path / architecture).chat_template
         del learner
 
 
 def test_published_weights_leave_out_what_is_tied(models: dict[str, Path]) -> None:
-    assert "lm_head.weight" not in make_learner(models["qwen3"], settings()).weights()
-    weights = make_learner(models["llama"], settings()).weights()
+    assert "lm_head.weight" not in make_learner(models["qwen3"], settings()).bucket().arrays
+    weights = make_learner(models["llama"], settings()).bucket().arrays
     assert weights["lm_head.weight"][1:] == ("bfloat16", (512, 64))
     assert weights["lm_head.weight"][0].nbytes == 512 * 64 * 2
 
@@ -243,21 +244,21 @@ def test_bfloat16_weights_with_a_float32_optimizer(models: dict[str, Path], zero
     # updates too small for bfloat16 are not lost: the optimizer's own copy adds them up
     slow = make_learner(models["qwen3"], settings(dtype="bfloat16", zero_stage=zero_stage, lr=5e-4, warmup_steps=0))
     slow.step(samples, 0)
-    assert (unpack(slow.weights())["model.norm.weight"] == 1).all()
+    assert (unpack(slow.bucket().arrays)["model.norm.weight"] == 1).all()
     for _ in range(12):
         slow.step(samples, 0)
-    assert (unpack(slow.weights())["model.norm.weight"] != 1).any()
-    assert weights.keys() == slow.weights().keys()
+    assert (unpack(slow.bucket().arrays)["model.norm.weight"] != 1).any()
+    assert weights.keys() == slow.bucket().arrays.keys()
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(models: dict[str, Path]) -> None:
     from lightning_ray.learner.engine import LearnerError
 
     learner = make_learner(models["qwen3"], settings())
-    start = learner.weights("float32")
+    start = learner.bucket("float32").arrays
     with pytest.raises(LearnerError, match="loss of update 0 is nan"):
         learner.step([replace(sample, advantage=float("nan")) for sample in make_samples()], 0)
-    for name, (raw, _, _) in learner.weights("float32").items():
+    for name, (raw, _, _) in learner.bucket("float32").arrays.items():
         assert raw.tobytes() == start[name][0].tobytes()
 
 
@@ -301,7 +302,7 @@ def test_two_ranks_equal_one(models: dict[str, Path], tmp_path: Path, two_ranks:
     joined = {name: array for piece, _ in pieces for name, array in piece.items()}
     assert list(joined) == list(published)
     assert all(joined[name][0].tobytes() == published[name][0].tobytes() for name in published)
-    wanted = unpack(reference.weights("float32"))
+    wanted = unpack(reference.bucket("float32").arrays)
     for name, tensor in unpack(published).items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5)
     everyone(two_ranks, "save", tmp_path)
@@ -322,7 +323,7 @@ def test_the_actor_is_a_learner_in_a_process_of_its_own(ray_session: None, model
         learner = make_learner(models["qwen3"], config)
         measured, wanted = ray.get(actor.step.remote(samples, 1)), learner.step(samples, 1)
         assert measured["loss"] == wanted["loss"] and measured["grad_norm"] == wanted["grad_norm"]
-        for name, (raw, _, _) in ray.get(actor.weights.remote()).items():
-            assert raw.tobytes() == learner.weights()[name][0].tobytes()
+        for name, (raw, _, _) in ray.get(actor.bucket.remote()).arrays.items():
+            assert raw.tobytes() == learner.bucket().arrays[name][0].tobytes()
     finally:
         ray.kill(actor)
