@@ -1,4 +1,5 @@
-"""The same as `lightning-ray train`, for `ray job submit --working-dir . -- python jobs/train.py CONFIG.yaml`."""
+"""The same as `lightning-ray train`, for `ray job submit --working-dir . -- python jobs/train.py CONFIG.yaml
+--run.dir DIR`."""
 
 import sys
 

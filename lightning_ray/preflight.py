@@ -11,6 +11,8 @@ from lightning_ray.ray_session import check_address
 from lightning_ray.sandbox.backend import check as check_sandbox
 from lightning_ray.sandbox.base import SandboxUnavailable
 
+COPY = "working_dir_files"
+"""Below a directory of this name Ray unpacks what `ray job submit --working-dir` sent."""
 FREE_DISK_MB = 500
 """A quickstart run writes about 100 MB; below this not even that is safe."""
 
@@ -23,6 +25,7 @@ def preflight(config: Config, *, policy: bool = True) -> None:
         check_adapter(config)
     check_harness(config.harness, in_image=config.sandbox.backend != "bubblewrap")
     check_port(config.proxy.port)
+    check_stays(config.run.dir)
     check_disk(config.run.dir)
     check_address(config)
     if not config.runners.resources:  # else the runners are on nodes of their own, and each looks when it starts
@@ -55,6 +58,12 @@ def check_port(port: int) -> None:
         except OSError as error:
             raise ConfigError(f"proxy.port: {port} cannot be used ({error.strerror}). Give another port, or 0 for a "
                               "free one") from None
+
+
+def check_stays(directory: Path) -> None:
+    if COPY in directory.expanduser().absolute().parts:
+        raise ConfigError(f"run.dir: '{directory}' is inside the copy of its files that Ray made for this job, and Ray "
+                          "removes it when it likes. Give an absolute path with --run.dir DIR")
 
 
 def check_disk(directory: Path) -> None:
