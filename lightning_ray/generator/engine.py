@@ -7,14 +7,10 @@ that Ray gave the actor; several ranks are Ray actors of vLLM's in the bundles o
 
 import json
 import os
-import shutil
-import tempfile
 import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-
-import ray
 
 from lightning_ray.config import ConfigError, GeneratorConfig, PolicyConfig
 from lightning_ray.generator.request import GenerateRequest
@@ -31,31 +27,22 @@ ENVIRONMENT = {
 process of its own either way. A variable that is set already stays as it is."""
 
 
-def start_engine(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, seed: int) -> Any:
-    """A running `AsyncLLM`. Raises `ConfigError` for engine arguments that do not exist, else what vLLM raises when it
-    cannot start (no such model, no memory, ...).
+def start_engine(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, seed: int, sockets: Path) -> Any:
+    """A running `AsyncLLM`; its sockets, which vLLM leaves behind, are in the directory `sockets`. Raises `ConfigError`
+    for engine arguments that do not exist, else what vLLM raises when it cannot start (no such model, no memory, ...).
 
     vLLM and torch read their environment when they are imported, so this must be the first to import them.
     """
     allow_text_only()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # vLLM leaves the sockets between its processes behind: they get a directory of their own, which `stop` removes.
-    os.environ["VLLM_RPC_BASE_PATH"] = _socket_directory()
+    os.environ["VLLM_RPC_BASE_PATH"] = str(sockets)
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from vllm.v1.engine.async_llm import AsyncLLM
     return AsyncLLM.from_engine_args(engine_arguments(model_dir, config, policy, seed))
-
-
-def _socket_directory() -> str:
-    """A new one for each process of this actor; what an earlier process of it left, because it was killed, goes."""
-    path = Path(tempfile.gettempdir()) / f"lightning-ray-{ray.get_runtime_context().get_actor_id()}"
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(mode=0o700)
-    return str(path)
 
 
 def engine_arguments(model_dir: str, config: GeneratorConfig, policy: PolicyConfig, seed: int) -> Any:

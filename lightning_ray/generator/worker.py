@@ -22,7 +22,6 @@ generator is there or, by Ray's `RayActorError`, it is not.
 
 import asyncio
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -36,6 +35,7 @@ from lightning_ray.generator.claims import Ended
 from lightning_ray.generator.engine import keeps_seeds, rescued_output, sampled_logprobs, sampling_params, start_engine
 from lightning_ray.generator.publishing import PublishFailed, Publishing
 from lightning_ray.generator.request import GenerateRequest, Generation, Progress, join, versions_of
+from lightning_ray.scratch import Scratch, sweep
 
 NOT_STARTED = "the generator has not been started: call ready() first"
 CLAIM_LOOK_S = 0.01
@@ -117,7 +117,9 @@ class GeneratorWorker:
     async def _start(self) -> None:
         self._loop = asyncio.get_running_loop()
         started = time.monotonic()
-        self._engine = start_engine(self._model_dir, self._config, self._policy, self._seed)
+        sweep()  # an earlier process of this actor may have been killed
+        self._sockets = Scratch(private=True)
+        self._engine = start_engine(self._model_dir, self._config, self._policy, self._seed, self._sockets.path)
         await self._engine.update_weight_version(str(self._weights.version))
         await self._connect_transfer()
         self._seeded = keeps_seeds(self._engine.vllm_config.scheduler_config)
@@ -335,7 +337,7 @@ class GeneratorWorker:
     async def _stop(self) -> None:
         self._open.clear()
         self._engine.shutdown(timeout=ENGINE_STOP_S)
-        shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
+        self._sockets.remove()
 
     def _end(self) -> None:
         """The engine's process is gone and with it all that this actor is for: its end, once its generations have been
@@ -347,7 +349,7 @@ class GeneratorWorker:
             self._loop.call_later(HAND_OVER_S, self._exit)
 
     def _exit(self) -> NoReturn:
-        shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
+        self._sockets.remove()
         os._exit(1)
 
     def _check_weights(self) -> None:

@@ -28,7 +28,6 @@ from lightning_ray.harness.pool import WorkerPool
 from lightning_ray.harness.report import Ending, Parity, Report, report
 from lightning_ray.harness.rollouts import ProxyClient, Rollouts
 from lightning_ray.harness.runner import ProxyActor
-from lightning_ray.harness.scratch import Scratch
 from lightning_ray.harness.spec import RolloutSpec, command_plan
 from lightning_ray.policy.directory import longest_context, read_json
 from lightning_ray.policy.source import check_policy
@@ -36,6 +35,7 @@ from lightning_ray.proxy.endpoint import OpenRollout
 from lightning_ray.ray_session import RaySession
 from lightning_ray.sandbox import backend
 from lightning_ray.sandbox.base import Backend, SandboxUnavailable
+from lightning_ray.scratch import Scratch
 from lightning_ray.tasks import files, one_line_bugs
 from lightning_ray.tasks.base import Task
 from lightning_ray.tasks.workspaces import Workspaces

@@ -17,12 +17,12 @@ from lightning_ray.config import Config
 from lightning_ray.harness import stages
 from lightning_ray.harness.pool import WorkerPool
 from lightning_ray.harness.rollouts import Rollouts
-from lightning_ray.harness.scratch import Scratch, sweep
 from lightning_ray.harness.spec import RolloutSpec
 from lightning_ray.harness.stages import Attempt, Failure
 from lightning_ray.proxy.endpoint import Endpoint, OpenRollout, Status
-from lightning_ray.sandbox import backend, limits
+from lightning_ray.sandbox import backend, filesystem, limits
 from lightning_ray.sandbox.base import Backend
+from lightning_ray.scratch import Scratch, sweep
 from lightning_ray.tasks.workspaces import Workspaces
 from lightning_ray.trajectory.call import Call, Trajectory
 
@@ -94,6 +94,7 @@ class Runner:
         await asyncio.to_thread(_clean_up, self._janitor)
         if self._backend is not None:
             await asyncio.to_thread(self._backend.close)
+        await asyncio.to_thread(filesystem.remove_own_directory)
 
     async def _ready(self) -> Rollouts:
         if self._starting is None:

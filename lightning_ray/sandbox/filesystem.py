@@ -62,11 +62,20 @@ def etc() -> dict[str, bytes]:
 
 @functools.cache
 def own_directory() -> Path:
-    """A directory that everyone may look into and that is removed when this process ends, or by `limits.janitor`."""
+    """A directory that everyone may look into and that is removed by `remove_own_directory`, when this process ends by
+    itself, or by `limits.janitor`."""
     directory = limits.directory()
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     directory.chmod(0o755)
     return directory
+
+
+def remove_own_directory() -> None:
+    """For a process that will be killed. No sandbox of it may be up; the next one would have another directory."""
+    if own_directory.cache_info().currsize:
+        shutil.rmtree(own_directory(), ignore_errors=True)
+    own_directory.cache_clear()
+    unreadable_shell.cache_clear()
 
 
 def unreadable(name: str, program: bytes) -> Path:

@@ -1,4 +1,4 @@
-"""harness/scratch.py: directories of dead processes are removed, those of living ones are not."""
+"""scratch.py: directories of dead processes are removed, those of living ones are not."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ray.harness.scratch import Scratch, sweep
+from lightning_ray.scratch import Scratch, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +32,13 @@ def test_other_users_may_look_but_not_write():
     scratch = Scratch()
     assert oct(scratch.path.stat().st_mode & 0o777) == "0o755"
     scratch.remove()
+    hidden = Scratch(private=True)
+    assert oct(hidden.path.stat().st_mode & 0o777) == "0o700"
+    hidden.remove()
 
 
 def test_law8_nothing_of_a_killed_process_stays_behind(tmp_path):
-    code = ("import time; from lightning_ray.harness.scratch import Scratch; scratch = Scratch();"
+    code = ("import time; from lightning_ray.scratch import Scratch; scratch = Scratch();"
             "(scratch.path / 'workspaces').mkdir(); print(scratch.path, flush=True); time.sleep(60)")
     with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE,
                           text=True) as process:

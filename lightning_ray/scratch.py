@@ -1,7 +1,8 @@
-"""Directories on this machine's disk that live as long as a process: workspaces, homes of worker processes.
+"""Directories on this machine's disk that live as long as a process: workspaces, homes of worker processes, an engine's
+sockets.
 
 Each holds a lock of its process, which the kernel gives back however the process ends. `sweep` removes the directories
-whose lock is free, so that nothing of a killed runner stays behind.
+whose lock is free, so that nothing of a killed process stays behind once another one starts on this machine.
 """
 
 import fcntl
@@ -10,19 +11,19 @@ import shutil
 import tempfile
 from pathlib import Path
 
-PREFIX = "lightning-ray-runner-"
+PREFIX = "lightning-ray-"
 _LOCK = ".lock"
 
 
 class Scratch:
-    """A directory that other users (the sandboxes') may look into and only this one may write to."""
+    """A directory that only this user may write to. `private`: others (the sandboxes') may not look into it either."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, private: bool = False) -> None:
         base = Path(tempfile.gettempdir())
         made = Path(tempfile.mkdtemp(prefix=f".new-{PREFIX}", dir=base))
         self._lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        made.chmod(0o755)
+        made.chmod(0o700 if private else 0o755)
         self.path = base / made.name.removeprefix(".new-")
         made.rename(self.path)  # `sweep` sees it only now, with its lock taken
 
