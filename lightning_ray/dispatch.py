@@ -5,7 +5,7 @@ fewest. A runner that is down gets none until it is up again; a rollout that its
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_ray.harness.spec import RolloutSpec
 
@@ -16,8 +16,6 @@ class Start:
 
     spec: RolloutSpec
     runner: int
-    attempts: int
-    """How often it was started before; each time its runner died."""
 
 
 class Dispatch:
@@ -29,7 +27,7 @@ class Dispatch:
         self.limit: int | None = None
         """Most rollouts that run at once (at least 1). A lower one stops nothing that runs."""
         self._down: set[int] = set()
-        self._queue: deque[tuple[RolloutSpec, int]] = deque()
+        self._queue: deque[RolloutSpec] = deque()
 
     @property
     def running(self) -> int:
@@ -41,17 +39,16 @@ class Dispatch:
         return len(self._queue)
 
     def submit(self, spec: RolloutSpec) -> None:
-        self._queue.append((spec, 0))
+        self._queue.append(spec)
 
     def next(self) -> Start | None:
         """The next rollout to start, which then counts as running; None where none can start now."""
         up = [runner for runner in range(len(self.loads)) if runner not in self._down]
         if not self._queue or not up or (self.limit is not None and self.running >= self.limit):
             return None
-        spec, attempts = self._queue.popleft()
         runner = min(up, key=self.loads.__getitem__)
         self.loads[runner] += 1
-        return Start(spec, runner, attempts)
+        return Start(self._queue.popleft(), runner)
 
     def ended(self, start: Start) -> None:
         """It does not run any more."""
@@ -60,13 +57,18 @@ class Dispatch:
     def lost(self, start: Start) -> None:
         """Its runner died with it: it is to be started again, before any other."""
         self.ended(start)
-        self._queue.appendleft((start.spec, start.attempts + 1))
+        self._queue.appendleft(replace(start.spec, lost=start.spec.lost + 1))
 
     def down(self, runner: int) -> bool:
         """The runner died. Returns whether that is news."""
         news = runner not in self._down
         self._down.add(runner)
         return news
+
+    @property
+    def away(self) -> frozenset[int]:
+        """Runners that are down."""
+        return frozenset(self._down)
 
     def up(self, runner: int) -> None:
         """The runner can be given rollouts again."""

@@ -7,11 +7,13 @@ Each runner has a proxy beside it on its node: the two share one bundle of a pla
 A rollout is one actor call on a runner; its trajectory comes back as an `ObjectRef` that the caller owns, so that it
 outlives the runner. A runner that dies is started again by Ray, on another node where its own is gone; until it answers
 it is given nothing, and the rollouts it held start again on the others, a bounded number of times, under the same id.
+What its proxy, where that lives, had recorded for them is closed, and counted as discarded.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +26,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from lightning_ray.calls import end
 from lightning_ray.config import Config
 from lightning_ray.dispatch import Dispatch, Start
+from lightning_ray.harness import stages
 from lightning_ray.harness.runner import Runner
 from lightning_ray.harness.spec import RolloutSpec
+from lightning_ray.harness.stages import Attempt, Failure
 from lightning_ray.proxy.actor import Proxy
 from lightning_ray.ray_session import Loose, reserve
 from lightning_ray.run_directory import RunDirectory
@@ -35,7 +39,8 @@ log = logging.getLogger(__name__)
 
 WAIT_S = 0.5
 """Longest wait for a rollout before the caller gets a chance to show progress or to be interrupted."""
-STOP_TIMEOUT_S = 30
+STOP_TIMEOUT_S, STOP_AWAY_TIMEOUT_S = 30, 2
+"""The second for a runner that is down and its proxy: their node may be gone."""
 WAIT_AT_ONCE = 32
 """Most ended rollouts handed over at once."""
 
@@ -59,6 +64,8 @@ class Fleet:
     _pending: dict[ray.ObjectRef, Start] = field(default_factory=dict)
     _coming_back: dict[ray.ObjectRef, int] = field(default_factory=dict)
     """Reference that is ready when the runner with that number answers again."""
+    _abandoned: dict[str, list[ray.ObjectRef]] = field(default_factory=dict)
+    """By rollout: the tokens that were sampled for it on runners that died, as their proxies say."""
     _dead: int = 0
     """Runners that cannot be started again."""
 
@@ -134,8 +141,10 @@ class Fleet:
         """Ends every rollout and every process of the runners and proxies."""
         self._pending.clear()
         self._dispatch.clear()
-        end(self.runners, STOP_TIMEOUT_S)  # first: they ask the proxies
-        end(self.proxies, STOP_TIMEOUT_S)
+        away = self._dispatch.away
+        for parts in (self.runners, self.proxies):  # runners first: they ask the proxies
+            end([part for number, part in enumerate(parts) if number not in away], STOP_TIMEOUT_S)
+            end([parts[number] for number in away], STOP_AWAY_TIMEOUT_S)
         remove_placement_group(self.pairs)
 
     def _start_next(self) -> None:
@@ -149,20 +158,30 @@ class Fleet:
         except RayActorError as error:
             return self._lost(start, error)
         self._dispatch.ended(start)
-        return trajectory
+        return self._counted(trajectory)
 
     def _lost(self, start: Start, error: RayActorError) -> Trajectory | None:
         """A rollout whose runner died: started again, or at last given up."""
         log.warning("runner %d died with rollout %s (%s)", start.runner, start.spec.rollout_id, type(error).__name__)
         if self._dispatch.down(start.runner):
             self._await(start.runner)
-        if start.attempts < self.retries:
+        names = [start.spec.attempt(number) for number in range(self.retries + 1)]
+        self._abandoned.setdefault(start.spec.rollout_id, []).append(self.proxies[start.runner].abandon.remote(names))
+        if start.spec.lost < self.retries:
             self._dispatch.lost(start)
             return None
         self._dispatch.ended(start)
-        return Trajectory(
-            rollout_id=start.spec.rollout_id, group_id=start.spec.group_id, task_id=start.spec.task.instance_id,
-            calls=[], end="infra_failed", reason=f"its runner died {start.attempts + 1} times")
+        died = Failure("infra", "run", f"its runner died {start.spec.lost + 1} times")
+        return self._counted(stages.trajectory(start.spec, [Attempt(failure=died)], {}))
+
+    def _counted(self, trajectory: Trajectory) -> Trajectory:
+        """With the tokens of attempts on runners that died, as far as they are known by now: a proxy that went with its
+        node does not answer."""
+        if refs := self._abandoned.pop(trajectory.rollout_id, None):
+            for ref in ray.wait(refs, num_returns=len(refs), timeout=0)[0]:
+                with suppress(RayError):
+                    trajectory.discarded_tokens += ray.get(ref)
+        return trajectory
 
     def _await(self, runner: int) -> None:
         self._coming_back[self.runners[runner].start.options(max_task_retries=-1).remote()] = runner

@@ -88,13 +88,13 @@ class Rollouts:
         while True:
             attempt = await self._attempt(spec, len(attempts))
             attempts.append(attempt)
-            if not stages.again(attempt.failure, len(attempts) - 1, self._config.runners.infra_retries):
+            if not stages.again(attempt.failure, spec.lost + len(attempts) - 1, self._config.runners.infra_retries):
                 record = stages.trajectory(spec, attempts, {"limits": self._facts.get("limits", "")})
                 return shaping.shape(record, spec.mode, self._config.reward.length_penalty)
 
     async def _attempt(self, spec: RolloutSpec, number: int) -> Attempt:
         attempt = Attempt()
-        name = spec.rollout_id if number == 0 else f"{spec.rollout_id}.{number}"
+        name = spec.attempt(number)
         try:
             async with self._run_places:
                 with blamed_on("infra", "init"):

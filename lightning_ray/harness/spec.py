@@ -32,6 +32,15 @@ class RolloutSpec:
     mode: Literal["train", "evaluate"]
     seed: int
     temperature: float
+    lost: int = 0
+    """How often it was started before, on a runner that died with it."""
+
+    def attempt(self, number: int) -> str:
+        """What the sandbox and the endpoint of attempt `number` (from 0) are called: no two attempts at a rollout
+        share a name, on whichever runner they were made."""
+        if self.lost:
+            return f"{self.rollout_id}.{self.lost}-{number}"
+        return f"{self.rollout_id}.{number}" if number else self.rollout_id
 
 
 def rollout_seed(seed: int, rollout_id: str) -> int:

@@ -21,6 +21,7 @@ Stage = Literal["init", "run", "grade"]
 
 DATA: frozenset[Kind] = frozenset({"task", "harness"})
 EMPTY_PATCH = "empty_patch"
+RUNNER_DIED = "infra: its runner died"
 LOG_CHARS = 2000
 """How much of the harness's log a trajectory keeps."""
 
@@ -129,15 +130,15 @@ def empty_patch() -> Grade:
 def trajectory(spec: RolloutSpec, attempts: Sequence[Attempt], notes: dict[str, Any]) -> Trajectory:
     """The rollout's record: its last attempt, and an account of those that were thrown away.
 
-    Notes: `attempts` (how many), `failures` (one line for each that was thrown away), `exit_status`, `harness_log`,
-    `grade` (the grader's report), and what `notes` brings.
+    Notes: `attempts` (how many, on all runners), `failures` (one line for each that was thrown away), `exit_status`,
+    `harness_log`, `grade` (the grader's report), and what `notes` brings.
     """
     last = attempts[-1]
     end = end_of(last)
     grade = last.grade if end == "graded" else None
     notes = notes | {
-        "attempts": len(attempts),
-        "failures": [str(attempt.failure) for attempt in attempts[:-1]],
+        "attempts": spec.lost + len(attempts),
+        "failures": [RUNNER_DIED] * spec.lost + [str(attempt.failure) for attempt in attempts[:-1]],
     }
     if last.result is not None:
         notes |= {"exit_status": last.result.exit_status, "harness_log": last.result.log[-LOG_CHARS:]}

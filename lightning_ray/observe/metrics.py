@@ -47,6 +47,7 @@ def step_metrics(
         "samples": len(batch.samples), "branches_per_rollout": batch.branches / max(1, batch.rollouts),
         "rollouts_graded": ends.count("graded"), "rollouts_harness_failed": ends.count("harness_failed"),
         "rollouts_infra_failed": ends.count("infra_failed"),
+        "rollouts_retried": sum(member.notes.get("attempts", 1) > 1 for member in everything),
         "suspicions": sum(bool(member.suspicions) for member in everything),
         "groups_trained": len(groups), "groups_dropped": len(dropped),
         "tasks_set_aside": sum(drop.reason == "set_aside" for drop in dropped),

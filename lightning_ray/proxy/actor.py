@@ -83,6 +83,10 @@ class Proxy:
         """Also for a while after the rollout is finished."""
         return (await self._started()).status(rollout_id)
 
+    async def abandon(self, names: list[str]) -> int:
+        """See `ProxyServer.abandon`."""
+        return await (await self._started()).abandon(names)
+
     async def pid(self) -> int:
         """The process that the actor runs in."""
         return os.getpid()

@@ -232,6 +232,16 @@ class ProxyServer:
         session = self._known(rollout_id).capture.session
         return Status(session.faults, session.limit)
 
+    async def abandon(self, names: list[str]) -> int:
+        """Finish and forget rollouts whose runner died, those among `names` that are known. The tokens sampled for
+        them."""
+        tokens = 0
+        for name in names:
+            if name in self.rollouts:
+                tokens += sum(len(call.sampled_ids) for call in await self.finish(name))
+                self._forget(name)
+        return tokens
+
     def _known(self, rollout_id: str) -> Rollout:
         try:
             return self.rollouts[rollout_id]

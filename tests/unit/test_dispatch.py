@@ -64,7 +64,7 @@ def test_what_a_dead_runner_lost_starts_first_on_the_others():
     assert dispatch.down(of_a.runner) and not dispatch.down(of_a.runner)
     dispatch.lost(of_a)
     (again,) = started(dispatch)
-    assert (again.spec.rollout_id, again.runner, again.attempts) == ("a", 1, 1) and dispatch.loads == [0, 2]
+    assert (again.spec.rollout_id, again.runner, again.spec.lost) == ("a", 1, 1) and dispatch.loads == [0, 2]
 
 
 def test_nothing_starts_while_all_runners_are_down_and_nothing_is_lost():

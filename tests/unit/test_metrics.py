@@ -10,8 +10,8 @@ from tests.unit.trajectories import groups, make_call, make_trajectory
 KEYS = {
     "step", "policy_version", "wall_s", "rollouts", "reward_mean", "pass_rate", "calls", "tokens_prompt",
     "tokens_sampled", "tokens_trained", "tokens_dropped", "samples", "branches_per_rollout", "rollouts_graded",
-    "rollouts_harness_failed", "rollouts_infra_failed", "loss", "grad_norm", "clip_fraction", "logprob_gap_mean",
-    "logprob_gap_max", "generate_s", "learn_s", "publish_s",
+    "rollouts_harness_failed", "rollouts_infra_failed", "rollouts_retried", "loss", "grad_norm",
+    "clip_fraction", "logprob_gap_mean", "logprob_gap_max", "generate_s", "learn_s", "publish_s",
     "groups_trained", "groups_dropped", "tasks_set_aside",
 }
 

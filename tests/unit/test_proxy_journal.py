@@ -206,6 +206,8 @@ async def test_law1_law8_a_proxy_that_comes_back_knows_its_rollouts(tmp_path):
     with pytest.raises(openai.NotFoundError):
         await client.chat.completions.create(model="policy", messages=messages)
     third.open(rollout("b"))
+    assert await third.abandon(["a/1", "a/1.1"]) == sum(map(len, sampled.values())), "as finish, and it is forgotten"
+    assert set(third.rollouts) == {"b"} and len(journals(tmp_path)) == 1
     await die(third)
     fourth = ProxyServer(codec, Engine([engine]), config, "policy", tmp_path)  # another run in the same directory
     await fourth.start()

@@ -1,5 +1,7 @@
 """harness/stages.py: which failures are data, which are run again, and what a trajectory says of them (law 8)."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -114,3 +116,12 @@ def test_law8_a_sandbox_says_whose_failure_it_is(error, kind):
     with pytest.raises(StageFailed) as failed, stages.blamed_on("infra", "run"):
         raise error
     assert failed.value.failure == Failure(kind, "run", f"{type(error).__name__}: {error}")
+
+
+def test_law8_attempts_on_runners_that_died_count_and_share_no_name():
+    spec = replace(SPEC, lost=2)
+    record = stages.trajectory(spec, [Attempt(failure=Failure("sandbox", "init", "no")), Attempt([call(3)])], {})
+    assert record.notes["attempts"] == 4
+    assert record.notes["failures"] == [stages.RUNNER_DIED, stages.RUNNER_DIED, "sandbox: no"]
+    names = [replace(SPEC, lost=lost).attempt(number) for lost in range(3) for number in range(3)]
+    assert names[0] == "r1" and len(set(names)) == len(names)
