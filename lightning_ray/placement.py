@@ -3,7 +3,8 @@
 With GPUs a bundle is one GPU. A learner rank and a generator (or one tensor-parallel part of it) share it, so there are
 as many ranks as parts of generators; generator k of p parts stands on bundles k p to k p + p - 1. A generator of one
 part takes its share of the GPU itself; one of several takes none, and vLLM's own Ray workers take theirs there.
-Without GPUs each learner rank and each generator has a bundle of CPUs of its own.
+Without GPUs each learner rank and each generator has a bundle of CPUs of its own. `learner.resources` are in every
+bundle.
 """
 
 from dataclasses import dataclass, field
@@ -36,12 +37,13 @@ class Placement:
 def place(config: Config, *, on_gpus: bool) -> Placement:
     """Raises `ConfigError` where the numbers of ranks and parts do not agree, or what is asked for needs GPUs."""
     ranks, replicas, parts = config.learner.ranks, config.generator.replicas, config.generator.tensor_parallel
+    also = config.learner.resources
     if not on_gpus:
         if config.generator.transport == "ipc":
             raise ConfigError("generator.transport: ipc shares the memory of GPUs, and this cluster has none. Take "
                               "object_store")
         return Placement(
-            [{"CPU": 1}] * ranks + [{"CPU": parts}] * replicas,
+            [{"CPU": 1, **also}] * ranks + [{"CPU": parts, **also}] * replicas,
             [Seat(rank, cpus=1) for rank in range(ranks)],
             [Seat(ranks + number, cpus=parts) for number in range(replicas)])
     if ranks != replicas * parts:
@@ -49,7 +51,7 @@ def place(config: Config, *, on_gpus: bool) -> Placement:
             f"learner.ranks: {ranks} must equal generator.replicas x generator.tensor_parallel ({replicas} x {parts}): "
             "each GPU is shared by one learner rank and one part of a generator")
     return Placement(
-        [{"GPU": 1, "CPU": CPUS_BESIDE_GPU}] * ranks,
+        [{"GPU": 1, "CPU": CPUS_BESIDE_GPU, **also}] * ranks,
         [Seat(rank, cpus=1, gpus=GPU_SHARE) for rank in range(ranks)],
         [_on_gpus(number * parts, parts) for number in range(replicas)])
 

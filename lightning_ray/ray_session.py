@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,9 +65,10 @@ class Loose:
 
 
 def start_local(cpus: int, object_store_bytes: int, resources: Mapping[str, float] | None = None) -> None:
-    """A cluster of this process alone."""
+    """A cluster of this process alone, also where somebody else has started one on this machine: Ray would take that by
+    itself."""
     os.environ.update(PLAIN_LOOP)
-    ray.init(num_cpus=cpus, include_dashboard=False, resources=dict(resources or {}),
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, resources=dict(resources or {}),
              object_store_memory=object_store_bytes, _system_config=FREE_SOON, **QUIET)
 
 
@@ -96,11 +98,13 @@ class RaySession:
             except (ConnectionError, ValueError) as error:
                 raise ConfigError(f"ray.address: {address!r} cannot be reached ({error}). {CONNECT_REMEDY}") from None
             return cls(ours=True)
-        runners = config.runners
-        slots = (config.learner.ranks + config.generator.replicas * config.generator.tensor_parallel
+        runners, learner = config.runners, config.learner
+        slots = (learner.ranks + config.generator.replicas * config.generator.tensor_parallel
                  + math.ceil(runners.count * runners.cpus))
-        start_local(max(os.cpu_count() or 1, slots), int(config.ray.object_store_gib * 2**30),
-                    {name: amount * runners.count for name, amount in runners.resources.items()})
+        custom = Counter({name: amount * runners.count for name, amount in runners.resources.items()})
+        custom.update({name: amount * (learner.ranks + config.generator.replicas)
+                       for name, amount in learner.resources.items()})
+        start_local(max(os.cpu_count() or 1, slots), int(config.ray.object_store_gib * 2**30), custom)
         return cls(ours=True)
 
     def stop(self) -> None:

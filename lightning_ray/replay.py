@@ -93,7 +93,7 @@ def start_learners(config: Config, model_dir: Path) -> list[ray.actor.ActorHandl
     ranks = config.learner.ranks
     gpus = 1 if ray.cluster_resources().get("GPU") else 0
     learners = [
-        LearnerWorker.options(num_cpus=1, num_gpus=gpus).remote(
+        LearnerWorker.options(num_cpus=1, num_gpus=gpus, resources=config.learner.resources).remote(
             str(model_dir), config.learner, config.algorithm, config.sampling.temperature, rank, ranks,
             config.run.steps)
         for rank in range(ranks)

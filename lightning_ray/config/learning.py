@@ -60,6 +60,9 @@ class LearnerConfig(Part):
     """Optimizer steps over the samples of one step (the samples are split, not repeated)."""
     threads: int = Field(default=2, ge=1)
     """CPU threads of each rank."""
+    resources: dict[str, float] = {}
+    """Custom Ray resources of the nodes that learner and generators stand on, for each GPU (without GPUs: for each rank
+    and each generator), where GPUs alone do not say which: `{accelerator_type:H100: 0.001}`."""
 
     @model_validator(mode="after")
     def offload_what_is_partitioned(self) -> Self:

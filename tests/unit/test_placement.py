@@ -41,6 +41,12 @@ def test_ranks_and_parts_that_do_not_agree_are_bad_input(ranks, replicas, parall
         place(config(ranks, replicas, parallel), on_gpus=True)
 
 
+@pytest.mark.parametrize("on_gpus", [True, False])
+def test_every_bundle_of_the_policy_group_has_its_custom_resources(on_gpus):
+    planned = place(config(2, 2, resources={"policy": 0.5}), on_gpus=on_gpus)
+    assert {bundle["policy"] for bundle in planned.bundles} == {0.5}
+
+
 def test_sharing_gpu_memory_without_gpus_is_bad_input():
     made = Config(generator={"transport": "ipc"})
     assert place(made, on_gpus=True).bundles
