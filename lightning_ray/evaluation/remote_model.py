@@ -84,6 +84,9 @@ class RemoteEndpoint:
     async def finish(self, rollout_id: str) -> list[Call]:
         return []
 
+    async def abandon(self, names: list[str]) -> int:
+        return 0
+
     async def status(self, rollout_id: str) -> Status:
         return Status()
 

@@ -13,10 +13,11 @@ import ray
 import yaml
 
 from lightning_ray.config import Config
+from lightning_ray.fleet import Fleet
 from lightning_ray.harness.runner import Runner
 from lightning_ray.sandbox import limits
 from lightning_ray.scratch import PREFIX
-from tests.integration.scripted_proxy import Answer, ScriptedProxy
+from tests.integration.scripted_proxy import TOKENS, Answer, ScriptedProxy
 from tests.integration.test_runner import AGENT, FIX, spec
 from tests.kubernetes_api import Cluster
 
@@ -32,6 +33,12 @@ class ProxyActor(ScriptedProxy):
 
     def opened(self) -> int:
         return len(self.rollouts)
+
+    def calls(self, rollout_id: str) -> int:
+        return len(self.rollouts[rollout_id].calls) if rollout_id in self.rollouts else 0
+
+    async def abandon(self, names: list[str]) -> int:
+        return TOKENS * sum([len(await self.finish(name)) for name in names if name in self.rollouts])
 
 
 def runner_processes() -> set[int]:
@@ -103,6 +110,25 @@ def test_law8_a_runner_may_be_killed_and_nothing_stays_behind():
     assert gone(below, timeout_s=1.0)
     assert not [path for path in held | killed if path.exists()]
     ray.kill(runner)
+
+
+def test_laws_1_and_8_what_a_killed_runner_had_sampled_is_discarded_and_counted():
+    config = CONFIG.model_copy(update={"harness": CONFIG.harness.model_copy(update={
+        "settings": {"steps": ["model", "run: sleep 2", FIX, "model"]}})})
+    fleet = Fleet.beside(config, lambda number, place: ProxyActor.options(**place).remote(0.0))
+    fleet.ready()
+    fleet.submit(spec("lost"))
+    while not ray.get(fleet.proxies[0].calls.remote("lost")):
+        time.sleep(0.05)
+    ray.kill(fleet.runners[0], no_restart=False)
+    records = []
+    while not records:
+        records = fleet.ended()
+    assert [(record.rollout_id, record.passed, len(record.calls)) for record in records] == [("lost", True, 2)]
+    assert records[0].notes["attempts"] == 2 and records[0].notes["failures"] == ["infra: its runner died"]
+    assert records[0].discarded_tokens == TOKENS, "its first call was made twice"
+    assert fleet.running == 0
+    fleet.stop()
 
 
 def test_law6_a_machine_without_the_sandbox_refuses_to_start_and_says_so():
