@@ -14,6 +14,7 @@ starts; a run that cannot go on raises `RunFailed`. In a notebook a run is taken
 """
 
 import atexit
+import errno
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,10 @@ class Trainer:
             self._conclude()
         except (PartDied, RunnersGone) as error:
             raise RunFailed(str(error)) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise RunFailed(f"run.dir: {self.config.run.dir} is full. Free space there") from error
         finally:
             self._close()
 

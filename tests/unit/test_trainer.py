@@ -3,8 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 from lightning_ray import Config, Trainer
 from lightning_ray.observe.progress import LineProgress
+from lightning_ray.trainer import RunFailed
 
 LEFT = """
 import atexit
@@ -48,3 +51,12 @@ def test_a_part_that_cannot_be_stopped_keeps_no_other_running(capsys):
     trainer._close()
     assert all(part.stopped for part in parts.values())
     assert "fleet did not end as it should: RuntimeError: its actor died\n" in capsys.readouterr().out
+
+
+def test_a_disk_that_is_full_is_named():
+    class Full(Trainer):
+        def _prepare(self):
+            raise OSError(28, "Error writing bytes to file")
+
+    with pytest.raises(RunFailed, match=r"run\.dir: runs is full"):
+        next(Full(Config()).steps())
