@@ -30,6 +30,8 @@ QUICK, SLOW, STEPS = 7, 8, 5
 """Seven groups are complete at once, two are trained in a step: in step 4 one waits for others, which are held."""
 QUICK_FIRST = 7800
 """A seed that hands out the quick tasks first."""
+AGENTS_S = 100
+"""Ray's agents may try for a minute to tell a GCS that is dead, too, of their raylet's death; the rest ends at once."""
 PARTS = ("raylet", "gcs_server", "ray::LearnerWorker", "ray::GeneratorWorker", "VLLM::EngineCore", "ray::Proxy",
          "keeper.py", "ray::Runner", "lightning_ray.harness.worker")
 
@@ -150,7 +152,7 @@ def test_law8_nothing_of_a_killed_driver_goes_on(killed, temporary):
     def left():
         return at_home_in(temporary) | {pid: "sandbox" for pid in sandboxes if psutil.pid_exists(pid)}
 
-    wait_until(lambda: not left(), 30, left)
+    wait_until(lambda: not left(), AGENTS_S, left)
 
 
 @pytest.fixture(scope="module")
