@@ -26,13 +26,14 @@ class Publishing:
         """Publishes that succeeded."""
         self.parcel: list[ray.ObjectRef] = []
         """The reference of the bucket under way: vLLM's workers ask for it."""
+        self.under_way = False
         self._began = 0.0
 
     async def load(self, engine: Any, version: int, ref_box: list[ray.ObjectRef], *, first: bool,
                    last: bool) -> dict[str, Any]:
         """After the `last`: of `weights.Report` all but `wrong`, and `version` and `seconds`. Else {}."""
         if first:
-            self.whole, self._began = False, time.monotonic()
+            self.whole, self.under_way, self._began = False, True, time.monotonic()
         self.parcel = ref_box
         try:
             with self._errors(version):
@@ -44,6 +45,7 @@ class Publishing:
             self.parcel = []
         if not last:
             return {}
+        self.under_way = False
         for report in reports:
             if wrong := report.pop("wrong"):
                 raise PublishFailed(f"publishing policy version {version}: {wrong}")

@@ -296,8 +296,11 @@ class GeneratorWorker:
         version is stamped. Returns then `version`, `seconds`, and of `weights.Report` all but `wrong`.
 
         The generator must be frozen. Raises `PublishFailed` where the engine does not hold what was sent; it then stays
-        frozen until a publish succeeds.
+        frozen until a publish succeeds. Raises `Restarted` where this process has no engine yet, or does not know of
+        the buckets before this one.
         """
+        if self._restarted and not (self._facts and (first or self._weights.under_way)):
+            raise Restarted("this generator was started again, and waits for a publish from the beginning")
         return await self._on_engine_loop(self._load_bucket(version, ref_box, first, last))
 
     async def _load_bucket(self, version: int, ref_box: list[ray.ObjectRef], first: bool, last: bool) -> dict[str, Any]:

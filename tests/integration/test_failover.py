@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from contextlib import suppress
 
 import numpy as np
@@ -174,3 +175,31 @@ async def test_law8_the_actor_is_killed_and_generations_are_done_again_with_the_
     assert metrics["weights_verified"] == 1.0 and metrics["generators_away"] == 0
     answer = ray.get(generator.handle.generate.remote(request_for([5, 6, 7], 20)))
     assert set(answer.versions) == {policy_group.version} and np.isfinite(answer.logprobs).all()
+
+
+def test_law8_a_generator_that_dies_while_the_learner_works_misses_that_publish_only(
+        policy_group, request_for, monkeypatch):
+    generator, learners_do = policy_group.generators[0], policy_group._learners_do
+
+    def and_the_generator_dies(method, *arguments):
+        if method == "step":
+            os.kill(ray.get(generator.ready.remote())["pid"], signal.SIGKILL)
+            while not answers(generator):  # the new process is there, and its engine is not
+                time.sleep(0.05)
+        return learners_do(method, *arguments)
+
+    monkeypatch.setattr(policy_group, "_learners_do", and_the_generator_dies)
+    metrics = policy_group.update(sampled(policy_group, request_for))
+    assert metrics["generators_away"] == 1 and metrics["weights_verified"] == 0.0
+    monkeypatch.undo()
+    while not policy_group.check():
+        time.sleep(0.2)
+    answer = ray.get(generator.generate.remote(request_for([5, 6, 7], 20)))
+    assert set(answer.versions) == {policy_group.version}
+
+
+def answers(generator) -> bool:
+    try:
+        return ray.get(generator.parcel.remote()) == []
+    except ray.exceptions.RayActorError:
+        return False
