@@ -293,11 +293,11 @@ def test_two_ranks_equal_one(models: dict[str, Path], tmp_path: Path, two_ranks:
         for name in ("loss", "grad_norm", "entropy_mean", "logprob_gap_mean", "logprob_gap_max", "tokens", "lr"):
             assert one[name] == two[name], name
             assert one[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
-    published, nothing = everyone(two_ranks, "weights", "float32")
+    published, nothing = (part.arrays for part in everyone(two_ranks, "bucket", "float32"))
     assert nothing == {}
-    buckets = plan(everyone(two_ranks, "parameters")[0], 20_000)
-    assert len(buckets) > 2
-    pieces = [everyone(two_ranks, "weights", "float32", names) for names in buckets]
+    loads = plan(everyone(two_ranks, "parameters")[0], 20_000)
+    assert len(loads) > 2
+    pieces = [[part.arrays for part in everyone(two_ranks, "bucket", "float32", load.names)] for load in loads]
     assert all(nothing == {} for _, nothing in pieces)
     joined = {name: array for piece, _ in pieces for name, array in piece.items()}
     assert list(joined) == list(published)

@@ -48,7 +48,7 @@ def test_two_ranks_that_split_each_sequence_equal_one(
         for name in ("loss", "grad_norm", "entropy_mean", "kl_mean", "clip_fraction", "logprob_gap_max", "tokens"):
             assert one[name] == two[name], name
             assert one[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
-    published = unpack(everyone(two_ranks, "weights", "float32")[0])
+    published = unpack(everyone(two_ranks, "bucket", "float32")[0].arrays)
     for name, tensor in unpack(alone.bucket("float32").arrays).items():
         torch.testing.assert_close(published[name], tensor, rtol=1e-4, atol=2e-5)
 
