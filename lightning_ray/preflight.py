@@ -4,6 +4,8 @@ import shutil
 import socket
 from pathlib import Path
 
+import ray
+
 from lightning_ray.config import Config, ConfigError
 from lightning_ray.harness.checks import check_harness
 from lightning_ray.policy.source import check_policy
@@ -27,7 +29,8 @@ def preflight(config: Config, *, policy: bool = True) -> None:
     check_port(config.proxy.port)
     check_stays(config.run.dir)
     check_disk(config.run.dir)
-    check_address(config)
+    if not ray.is_initialized():  # else the run joins the Ray that this process is connected to
+        check_address(config)
     if not config.runners.resources:  # else the runners are on nodes of their own, and each looks when it starts
         check_isolation(config)
 

@@ -38,7 +38,7 @@ def check_address(config: Config) -> None:
     """Raises `ConfigError` where nobody listens at the cluster's HOST:PORT. Ray itself would try for minutes."""
     address = _named(config)
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if ray.is_initialized() or not host or not port.isdigit():
+    if not host or not port.isdigit():
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
